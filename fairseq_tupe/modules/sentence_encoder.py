@@ -1,0 +1,133 @@
+"""The encoder: token embeddings without positions, one positional bias for all layers, the layers.
+
+Dimensions: B sentences, T tokens, H heads, d head dimension, C model dimension.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from fairseq_tupe.errors import TupeError
+from fairseq_tupe.modules.encoder_layer import EncoderLayer
+from fairseq_tupe.modules.positional_bias import PositionalBias, RelativeBias, UntiedPositions
+
+# name -> number of correlation terms in the attention logits (see BiasedSelfAttention)
+POSITION_ENCODINGS = {"untied": 2, "absolute": 1, "untied-projections": 4, "none": 1}
+
+
+def init_bert_parameters(module: nn.Module) -> None:
+    """N(0, 0.02) for everything linear or embedded, biases zero, the padding row zero; for ``module.apply``."""
+    if isinstance(module, (nn.Linear, nn.Embedding, RelativeBias)):
+        nn.init.normal_(module.weight, mean=0.0, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        with torch.no_grad():
+            module.weight[module.padding_idx].zero_()
+
+
+class SentenceEncoder(nn.Module):
+    """Tokens to features, in any of the paper's positional encodings.
+
+    Args:
+        vocabulary, padding_idx: rows of the token embedding, and the row of padding.
+        num_layers, embed_dim, ffn_dim, num_heads: sizes; ``num_heads`` divides ``embed_dim``.
+        max_positions: longest input.
+        position_encoding: a name in ``POSITION_ENCODINGS``. "untied": TUPE. "absolute": an embedding added to the input (BERT-A);
+            its table has ``max_positions`` rows, token i uses row i. "untied-projections": projected positions added to queries
+            and keys (BERT-A^d), from the same table and rows as TUPE. "none": no absolute positions.
+        relative_bins, relative_max_distance: T5 buckets; ``relative_bins=None`` for no relative bias.
+        cls_rule: treat [CLS] apart (only with "untied").
+        embedding_normalize: LayerNorm on the embedding sum.
+        normalize_before: pre-norm layers and a LayerNorm after the last one.
+        dropout, attention_dropout, activation_dropout, activation: see :class:`EncoderLayer`.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        padding_idx: int,
+        num_layers: int,
+        embed_dim: int,
+        ffn_dim: int,
+        num_heads: int,
+        max_positions: int,
+        position_encoding: str = "untied",
+        relative_bins: int | None = None,
+        relative_max_distance: int = 128,
+        cls_rule: bool = True,
+        embedding_normalize: bool = False,
+        normalize_before: bool = False,
+        dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        activation_dropout: float = 0.0,
+        activation: str = "gelu",
+    ):
+        super().__init__()
+        if embed_dim % num_heads:
+            raise TupeError(
+                "--encoder-attention-heads must divide --encoder-embed-dim: "
+                f"{embed_dim} / {num_heads} leaves {embed_dim % num_heads}"
+            )
+        assert cls_rule is False or position_encoding == "untied", "the [CLS] rule belongs to the untied encoding"
+        self.padding_idx = padding_idx
+        self.max_positions = max_positions
+        self.embed_tokens = nn.Embedding(vocabulary, embed_dim, padding_idx)
+        self.embed_positions = nn.Embedding(max_positions, embed_dim) if position_encoding == "absolute" else None
+        self.layernorm_embedding = nn.LayerNorm(embed_dim) if embedding_normalize else None
+        self.dropout = nn.Dropout(dropout)
+        untied = UntiedPositions(embed_dim, num_heads, max_positions) if position_encoding.startswith("untied") else None
+        relative = None if relative_bins is None else RelativeBias(num_heads, relative_bins, relative_max_distance)
+        # BERT-A^d feeds its positions to the queries and keys, not to the bias
+        self.untied_projections = untied if position_encoding == "untied-projections" else None
+        self.positional_bias = PositionalBias(untied if self.untied_projections is None else None, relative, cls_rule)
+        self.layers = nn.ModuleList(
+            EncoderLayer(
+                embed_dim=embed_dim,
+                ffn_dim=ffn_dim,
+                num_heads=num_heads,
+                dropout=dropout,
+                attention_dropout=attention_dropout,
+                activation_dropout=activation_dropout,
+                activation=activation,
+                normalize_before=normalize_before,
+                terms=POSITION_ENCODINGS[position_encoding],
+            )
+            for _ in range(num_layers)
+        )
+        self.layer_norm = nn.LayerNorm(embed_dim) if normalize_before else None
+        self.apply(init_bert_parameters)
+
+    def forward(self, tokens: Tensor, return_all_hiddens: bool = False) -> tuple[Tensor, list[Tensor]]:
+        """Features (B, T, C) of ``tokens`` (B, T), and, if asked for, the embedding output and every layer's.
+
+        Raises:
+            TupeError: more tokens than ``max_positions``.
+        """
+        length = tokens.size(1)
+        if length > self.max_positions:
+            raise TupeError(f"input of {length} tokens is longer than max_positions = {self.max_positions}")
+        padding_mask = tokens.eq(self.padding_idx)
+        if tokens.device.type == "cpu" and not padding_mask.any():  # elsewhere the question costs a synchronisation
+            padding_mask = None
+        x = self._embed(tokens, padding_mask)
+        attention = {"bias": self.positional_bias(length), "padding_mask": padding_mask}
+        if self.untied_projections is not None:
+            query, key = self.untied_projections(length)
+            attention.update(position_query=query[:, 1:], position_key=key[:, 1:])
+        hiddens = [x]
+        for layer in self.layers:
+            x = layer(x, **attention)
+            hiddens.append(x)
+        if self.layer_norm is not None:
+            x = self.layer_norm(x)
+        return x, hiddens if return_all_hiddens else []
+
+    def _embed(self, tokens: Tensor, padding_mask: Tensor | None) -> Tensor:
+        x = self.embed_tokens(tokens)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions.weight[: tokens.size(1)]
+        if self.layernorm_embedding is not None:
+            x = self.layernorm_embedding(x)
+        x = self.dropout(x)
+        return x if padding_mask is None else x.masked_fill(padding_mask.unsqueeze(-1), 0.0)
