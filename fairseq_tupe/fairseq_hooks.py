@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 
 import torch
-from fairseq import checkpoint_utils, options, tasks, utils
+from fairseq import checkpoint_utils, options, tasks
 from fairseq.data import data_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
@@ -24,13 +24,13 @@ from fairseq.logging.meters import AverageMeter, StopwatchMeter, TimeMeter
 from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 
+from fairseq_tupe.error_lines import LINE, one_line, print_line
 from fairseq_tupe.errors import TupeError
-from fairseq_tupe.optim.lr_scheduler.tupe_polynomial_decay import TupePolynomialDecaySchedule
+from fairseq_tupe.optim.lr_scheduler.tupe_polynomial_decay import TupePolynomialDecaySchedule, plan_run
 
 logger = logging.getLogger(__name__)
 
 PAPER_BATCH = 256  # sequences an update (arXiv 2006.15595, section 4.1)
-LINE = "fairseq_tupe_line"  # attribute of an exception that keeps its type, but is to be shown as one line
 
 
 def install() -> None:
@@ -144,11 +144,8 @@ def _load_checkpoint(original, cfg, trainer, **passthrough):
     if is_ours(trainer.task):
         _require_checkpoint(cfg, trainer.checkpoint_suffix)
     extra_state, epoch_itr = original(cfg, trainer, **passthrough)
-    schedule = trainer.lr_scheduler
-    if isinstance(schedule, TupePolynomialDecaySchedule) and schedule.needs_epochs:
-        batches = _batches_of_shards(trainer, epoch_itr)
-        schedule.plan(trainer.get_num_updates(), epoch_itr.next_epoch_idx, epoch_itr.iterations_in_epoch, batches)
-        trainer.lr_step_update()
+    if isinstance(trainer.lr_scheduler, TupePolynomialDecaySchedule):
+        plan_run(trainer, epoch_itr)
     return extra_state, epoch_itr
 
 
@@ -163,22 +160,6 @@ def _require_checkpoint(cfg, suffix: str) -> None:
         wanted, flag = cfg.finetune_from_model, "--finetune-from-model"
     if wanted and not PathManager.isfile(wanted):
         raise TupeError(f"{flag} {wanted} does not exist: training would have started from scratch")
-
-
-def _batches_of_shards(trainer, epoch_itr) -> list[int]:
-    """Batches a rank of every shard of the training data; other shards than the current one are loaded to count them."""
-    task, split = trainer.task, trainer.cfg.dataset.train_subset
-    settings = task.cfg if getattr(task, "cfg", None) is not None else task.args
-    shards = len(utils.split_paths(settings.data)) if task.has_sharded_data(split) else 1
-    counts = [len(epoch_itr)] * shards
-    current = (epoch_itr.next_epoch_idx - 1) % shards
-    dataset, dummy_batch = task.datasets[split], trainer._dummy_batch
-    for shard in range(min(shards, trainer.cfg.optimization.max_epoch)):
-        if shard != current:
-            counts[shard] = len(trainer.get_train_iterator(shard + 1, disable_iterator_cache=True))
-    task.datasets[split] = dataset
-    trainer.reset_dummy_batch(dummy_batch)
-    return counts
 
 
 def _copy_atomically(original, src_path: str, dst_path: str, overwrite: bool = False):
@@ -294,30 +275,9 @@ def _get_batch_iterator(original, task, *args, **kwargs):
 # --- ending ----------------------------------------------------------------------------------------------------------
 
 
-def one_line(error) -> "str | None":
-    """The message to show instead of a traceback: ours from anywhere in the chain of exceptions, or None."""
-    seen = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        # a spawned rank's exception arrives as text
-        spawned = re.search(r"^fairseq_tupe\.errors\.TupeError: (.*)$", getattr(error, "msg", None) or "", re.MULTILINE)
-        text = str(error) if isinstance(error, TupeError) else getattr(error, LINE, spawned and spawned[1])
-        if text:
-            return " ".join(text.split())
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def _print_line(error) -> bool:
-    line = None if os.environ.get("FAIRSEQ_TUPE_TRACEBACK") else one_line(error)
-    if line:  # the real stderr: torch.distributed puts a buffer in its place, to add a prefix
-        print(f"fairseq_tupe: error: {line}", file=sys.__stderr__ or sys.stderr, flush=True)
-    return bool(line)
-
-
 def _show_one_line(previous, kind, error, trace) -> None:
     """A refusal is no crash: one line says more than a traceback of fairseq's internals."""
-    if not _print_line(error):
+    if not print_line(error):
         previous(kind, error, trace)
 
 
@@ -331,7 +291,7 @@ def _show_one_line_under_hydra() -> None:
 
     def return_value(job):
         error = getattr(job, "_return_value", None)
-        if isinstance(error, BaseException) and _print_line(error):
+        if isinstance(error, BaseException) and print_line(error):
             sys.exit(1)
         return result.fget(job)
 

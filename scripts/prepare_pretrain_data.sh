@@ -13,7 +13,7 @@ An interrupted run continues when it is given again; the output is replaced only
   --out DIR              folder to write (needed)
   --vocab-size N         sentencepiece pieces (32768)
   --tokenizer DIR        use this tokenizer and its cleaning instead of training one
-  --shards N             write DIR/shard0 to DIR/shardN-1, for DIR/shard0:DIR/shard1:...
+  --shards N (to 256)    write DIR/shard0 to DIR/shardN-1, for DIR/shard0:DIR/shard1:...
   --valid-fraction F     share of lines to hold out (0.005)
   --seed N               of the held-out choice (1)
   --workers N            processes (2); the result does not depend on it

@@ -22,9 +22,10 @@ folder that holds shard0, shard1, ... (each is one epoch, in turn).
   --without FLAG    leave out a default that takes no value, such as --embedding-normalize or --fp16 (may be repeated)
   --print-flags     print the flags for fairseq-train, one a line, and do nothing
 
-Defaults are the paper's: 512 tokens, 256 sentences an update, 1M updates, Adam, lr 1e-4 after 10,000 warm-up updates, then
-linear to zero; fp16 on a GPU. --update-freq follows from the number of GPUs and --batch-size (default 16; 4 on a CPU), so that
-256 sentences make an update; the effective batch is logged at the start, with a warning where it is another. Checkpoints: every 100,000th update is kept, and the last three of every 25,000.
+Defaults are the paper's: sequences of 512 tokens, 256 of them an update, 1M updates, Adam, lr 1e-4 after 10,000 warm-up
+updates, then linear to zero; fp16 on a GPU. --update-freq follows from the number of GPUs and --batch-size (default 16; 4 on a
+CPU), so that 256 sequences make an update; the log says at the start what the batch is, and warns where it is another. Every
+100,000th update's checkpoint is kept (100k, 300k, 600k and 1M among them), and the last three of every 25,000.
 Any fairseq flag behind DATA overrides the default. The learning rate reaches zero at --max-update (or --total-num-update).
 TEXT
 }

@@ -51,7 +51,9 @@ diagnose() {
     elif has 'Permission denied|Read-only file system'; then
         echo "no permission to write: $(last 'Permission denied|Read-only file system')"
     else
-        echo "$(last 'error'); see the log"
+        local line
+        line="$(last 'error')"
+        echo "${line:-$(last .)}; see the log"  # a process ended from outside leaves no more than "Terminated"
     fi
 }
 

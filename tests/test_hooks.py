@@ -21,6 +21,7 @@ from fairseq_processes import (
 )
 
 from fairseq_tupe import fairseq_hooks
+from fairseq_tupe.error_lines import one_line
 from fairseq_tupe.errors import TupeError
 
 
@@ -188,6 +189,16 @@ def test_copies_are_atomic(tmp_path):
     assert old.read_bytes() == new.read_bytes()
 
 
+class Refusing(torch.utils.data.Dataset):
+    """Read by a worker process of a data loader."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        raise TupeError(f"row {index} is not amused")
+
+
 def refuse(rank):
     """Run by a spawned process."""
     raise TupeError(f"rank {rank} is\nnot amused")
@@ -206,10 +217,12 @@ def test_the_line_is_found_anywhere_in_a_chain(capfd):
         except TupeError:
             raise Exception("please ensure that the architectures match")  # noqa: B904 - as fairseq's trainer does
 
-    assert fairseq_hooks.one_line(caught(wrapped)) == "two lines"
-    assert fairseq_hooks.one_line(ValueError("not ours")) is None
+    assert one_line(caught(wrapped)) == "two lines"
+    assert one_line(ValueError("not ours")) is None
     spawned = caught(lambda: torch.multiprocessing.spawn(refuse, nprocs=1))
-    assert fairseq_hooks.one_line(spawned) == "rank 0 is"  # what follows in the text is the child's traceback
+    assert one_line(spawned) == "rank 0 is"  # what follows in the text is the child's traceback
+    worker = caught(lambda: next(iter(torch.utils.data.DataLoader(Refusing(), num_workers=1))))
+    assert one_line(worker) == "row 0 is not amused"
     seen = []
     fairseq_hooks._show_one_line(lambda *args: seen.append(args), ValueError, ValueError("not ours"), None)
     assert len(seen) == 1

@@ -170,6 +170,9 @@ def test_refused_files(tmp_path):
     refused(r"test.idx and .*test.bin not found; .*input0 has train, valid", data, split="test")
     refused("no such folder", tmp_path / "missing")
     refused("no input0/dict.txt there", tmp_path)
+    (tmp_path / "input0").mkdir()
+    (tmp_path / "input0" / "dict.txt").touch()
+    refused("input0/dict.txt is empty", tmp_path)
     (data / "input1" / "valid.bin").unlink()
     refused(r"input1/valid.bin not found", data, split="valid")
     write_indexed(data / "input1" / "train", dictionary_of(WORDS), ["w1"] * 5)
@@ -225,7 +228,7 @@ def test_best_metric_must_exist(tmp_path):
     criterion = OmegaConf.create({"_name": name, "classification_head_name": head, "regression_target": False})
     for metric in ("loss", "accuracy", "mcc"):
         TupeSentencePredictionTask.setup_task(settings(data, best_checkpoint_metric=metric)).build_criterion(criterion)
-    for metric in ("f1", "pearson"):
+    for metric in ("f1", "pearson", "acc"):
         task = TupeSentencePredictionTask.setup_task(settings(data, best_checkpoint_metric=metric))
         with pytest.raises(TupeError, match=f"{metric} does not exist for this task .*choose one of loss, accuracy, mcc"):
             task.build_criterion(criterion)

@@ -63,6 +63,7 @@ def clean(settings: Settings, space: Workspace, workers: Workers) -> dict:
                 records = [record for record, new in zip(records, fresh.tolist(), strict=True) if new]
             counts["kept"] += len(records)
             out.write(b"".join(record + b"\n" for record in records))
+    progress.update(progress.total or 0, counts["text_bytes"])
     return {**counts, "seconds": progress.finish()}
 
 
@@ -187,6 +188,8 @@ def encode(settings: Settings, space: Workspace, workers: Workers, parts: dict) 
     """Stage 4. Writes the datasets, and the dictionary with its counts; returns sentences, tokens and rates of both parts."""
     folder = space.partial / "tokenizer"
     symbols = _symbols(folder / MODEL)
+    if parts["train_sentences"] < settings.shards:
+        raise TupeError(f"{parts['train_sentences']} sentences can't fill {settings.shards} shards: give a smaller --shards")
     total = sum((space.work / f"{part}.txt").stat().st_size for part in ("train", "valid"))
     progress = Progress("encode", total)
     for old in (*space.partial.glob("shard*"), *space.partial.glob("*.bin"), *space.partial.glob("*.idx")):

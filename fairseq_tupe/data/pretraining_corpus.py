@@ -145,7 +145,7 @@ def _run_stages(settings: Settings, space: Workspace, keys: dict[str, str], work
 
 def _check_numbers(args: argparse.Namespace) -> None:
     for name, low, high in (
-        ("vocab_size", 1, None), ("shards", 1, 10_000), ("workers", 1, 1000), ("min_chars", 0, None),
+        ("vocab_size", 1, None), ("shards", 1, 256), ("workers", 1, 1000), ("min_chars", 0, None),
         ("min_sentence_chars", 0, None), ("sample_sentences", 1, None), ("seed", 0, None),
     ):  # fmt: skip
         value = getattr(args, name)

@@ -31,6 +31,7 @@ from fairseq_tupe.data.sentence_labels import (
 )
 from fairseq_tupe.data.sentence_pairs import PairFormat, SentencePairDataset, load_indexed
 from fairseq_tupe.errors import TupeError
+from fairseq_tupe.models.config import has_cls_rule
 from fairseq_tupe.tasks.sentence_prediction_config import TupeSentencePredictionConfig
 from fairseq_tupe.tasks.tupe_masked_lm import REFERENCE_SPECIALS, load_dictionary
 
@@ -67,12 +68,15 @@ class TupeSentencePredictionTask(FairseqTask):
         """
         data = Path(cfg.data)
         if not data.is_dir():
-            raise TupeError(f"{cfg.data}: no such folder, expected one that holds input0/ and label/")
+            here = "" if data.is_absolute() else f" below {Path.cwd()}"
+            raise TupeError(f"{cfg.data}: no such folder{here}, expected one that holds input0/ and label/")
         places = ["input0/dict.txt"] + (["dict.txt", "tokenizer/dict.txt"] if from_checkpoint else [])
         found = [data / place for place in places if (data / place).is_file()]
         if not found:
             raise TupeError(f"{cfg.data}: no {' or '.join(places)} there: prepare the data first, or correct the path")
         dictionary = load_dictionary(str(found[0]), cfg.reference_dictionary)
+        if len(dictionary) == dictionary.nspecial:
+            raise TupeError(f"{found[0]} is empty: prepare the data again")
         dictionary.add_symbol("<mask>")
         second = data / "input1" / "dict.txt"
         if second.is_file() and second.read_bytes() != found[0].read_bytes():
@@ -121,14 +125,11 @@ class TupeSentencePredictionTask(FairseqTask):
         from fairseq import models
 
         bos = self.dictionary.bos()
-        if getattr(cfg, "position_encoding", None) is not None:
-            from fairseq_tupe.models.config import has_cls_rule
-
-            if has_cls_rule(cfg) and self.cfg.init_token != bos:
-                raise TupeError(
-                    f"--init-token is {self.cfg.init_token}, but this model treats column 0 as [CLS]: pass --init-token {bos} "
-                    "(<s>), or --tie-cls for a model without that rule"
-                )
+        if hasattr(cfg, "position_encoding") and has_cls_rule(cfg) and self.cfg.init_token != bos:
+            raise TupeError(
+                f"--init-token is {self.cfg.init_token}, but this model treats column 0 as [CLS]: pass --init-token {bos} "
+                "(<s>), or --tie-cls for a model without that rule"
+            )
         model = models.build_model(cfg, self, from_checkpoint)
         limit = model.max_positions()
         if self.cfg.max_positions is not None and self.cfg.max_positions > limit:
@@ -141,11 +142,11 @@ class TupeSentencePredictionTask(FairseqTask):
         """Build the criterion.
 
         Raises:
-            TupeError: ``--best-checkpoint-metric`` is one of our metrics that this task does not have.
+            TupeError: there is no such ``--best-checkpoint-metric``; fairseq would say so after the first epoch.
         """
         criterion = super().build_criterion(cfg, *args, **kwargs)
         wanted = self.cfg.best_checkpoint_metric
-        if isinstance(criterion, TupeSentencePredictionCriterion) and wanted in set(METRICS) - {*criterion.metric_names}:
+        if isinstance(criterion, TupeSentencePredictionCriterion) and wanted not in ("loss", *criterion.metric_names):
             raise TupeError(
                 f"--best-checkpoint-metric {wanted} does not exist for this task "
                 f"({describe_labels(self.labels) if self.labels else 'regression'}): "

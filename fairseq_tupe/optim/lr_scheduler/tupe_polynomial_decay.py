@@ -15,6 +15,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any, List, Optional  # noqa: UP035 - the oldest OmegaConf that fairseq takes knows no list[int]
 
+from fairseq import utils
 from fairseq.dataclass import FairseqDataclass
 from fairseq.optim.lr_scheduler import FairseqLRScheduler, register_lr_scheduler
 from omegaconf import II
@@ -28,9 +29,7 @@ logger = logging.getLogger(__name__)
 class TupePolynomialDecayConfig(FairseqDataclass):
     """Options of the schedule; those that stock ``polynomial_decay`` has keep their names."""
 
-    warmup_updates: int = field(
-        default=0, metadata={"help": "warm the learning rate up linearly for the first N updates"}
-    )
+    warmup_updates: int = field(default=0, metadata={"help": "warm the learning rate up linearly for the first N updates"})
     warmup_ratio: float = field(
         default=0.0, metadata={"help": "warm up for this share of all updates, rounded down; 0 is no warm-up"}
     )
@@ -96,9 +95,7 @@ class TupePolynomialDecaySchedule(FairseqLRScheduler):
     def step_begin_epoch(self, epoch):
         """Refuse to train where the number of updates is still unknown; the rate depends on updates only."""
         if self.total is None:
-            raise TupeError(
-                "tupe_polynomial_decay was not told the number of batches an epoch; pass --total-num-update N"
-            )
+            raise TupeError("tupe_polynomial_decay was not told the number of batches an epoch; pass --total-num-update N")
         return self.optimizer.get_lr()
 
     def step_update(self, num_updates: int) -> float:
@@ -140,6 +137,28 @@ class TupePolynomialDecaySchedule(FairseqLRScheduler):
         return -(-batches // freq)
 
 
+def plan_run(trainer, epoch_itr) -> None:
+    """Tell the trainer's schedule, if it needs to know, how many batches there are; once a checkpoint is loaded.
+
+    Of several shards of data those that are not at hand are loaded once to count their batches.
+    """
+    schedule = trainer.lr_scheduler
+    if not schedule.needs_epochs:
+        return
+    task, split = trainer.task, trainer.cfg.dataset.train_subset
+    settings = task.cfg if getattr(task, "cfg", None) is not None else task.args
+    shards = len(utils.split_paths(settings.data)) if task.has_sharded_data(split) else 1
+    batches = [len(epoch_itr)] * shards
+    dataset, dummy_batch = task.datasets[split], trainer._dummy_batch
+    for shard in range(min(shards, schedule.cfg.max_epoch)):
+        if shard != (epoch_itr.next_epoch_idx - 1) % shards:
+            batches[shard] = len(trainer.get_train_iterator(shard + 1, disable_iterator_cache=True))
+    task.datasets[split] = dataset
+    trainer.reset_dummy_batch(dummy_batch)
+    schedule.plan(trainer.get_num_updates(), epoch_itr.next_epoch_idx, epoch_itr.iterations_in_epoch, batches)
+    trainer.lr_step_update()
+
+
 def _check(cfg: TupePolynomialDecayConfig) -> None:
     if len(cfg.lr) != 1:
         raise TupeError(f"tupe_polynomial_decay takes one --lr, not {len(cfg.lr)}: it depends on updates, not epochs")
@@ -148,9 +167,7 @@ def _check(cfg: TupePolynomialDecayConfig) -> None:
     if cfg.warmup_updates < 0:
         raise TupeError(f"--warmup-updates {cfg.warmup_updates} is negative")
     if cfg.warmup_ratio and cfg.warmup_updates:
-        raise TupeError(
-            f"--warmup-ratio {cfg.warmup_ratio:g} and --warmup-updates {cfg.warmup_updates} contradict: give one"
-        )
+        raise TupeError(f"--warmup-ratio {cfg.warmup_ratio:g} and --warmup-updates {cfg.warmup_updates} contradict: give one")
     if cfg.total_num_update is not None and cfg.total_num_update < 1:
         raise TupeError(f"--total-num-update {cfg.total_num_update:g} is not positive")
     if not (cfg.total_num_update or (cfg.max_epoch or 0) > 0 or (cfg.max_update or 0) > 0):
