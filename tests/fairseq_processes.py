@@ -103,12 +103,13 @@ modules = {case[0]: importlib.import_module("fairseq_cli." + case[0][len("fairse
 
 def run_group(group):
     children = []
-    for program, arguments, path in group:
+    for program, arguments, path, changes in group:
         child = os.fork()
         if child == 0:
             for number, suffix in ((1, ".out"), (2, ".err")):
                 os.dup2(os.open(path + suffix, os.O_WRONLY | os.O_CREAT), number)
             sys.argv = [program, *arguments]
+            os.environ.update(changes)
             return modules[program].cli_main
         children.append(child)
     statuses.append([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
@@ -124,24 +125,30 @@ else:
 def run_many(folder: Path, cases: list[list], cwd: Path | None = None, timeout: float = 300, **env: str) -> list:
     """Run fairseq-train or fairseq-validate once for each case, one after the other; logs go to `folder`.
 
-    A case is a list of program and arguments, or a list of such lists (from `ranks`) that run at the same time; its
-    result is a Finished, or a list of them.
+    A case is a list of program and arguments, with NAME=VALUE before the program as in a shell, or a list of such lists
+    (from `ranks`) that run at the same time; its result is a Finished, or a list of them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     groups = []
     for number, case in enumerate(cases):
         group = case if isinstance(case[0], list) else [case]
         logs = [folder / f"process{number}-{rank}" for rank in range(len(group))]
-        groups.append([[one[0], [*map(str, one[1:])], str(log)] for one, log in zip(group, logs, strict=True)])
+        groups.append([_forked(command, log) for command, log in zip(group, logs, strict=True)])
     launcher = subprocess.run(
         [sys.executable, "-c", FORKING_LAUNCHER], input=json.dumps(groups), cwd=cwd, env=environment(**env),
         stdout=subprocess.PIPE, text=True, timeout=timeout, check=True,
     )  # fmt: skip
     results = []
     for group, statuses in zip(groups, json.loads(launcher.stdout.splitlines()[-1]), strict=True):
-        texts = [[Path(log + suffix).read_text() for suffix in (".out", ".err")] for _, _, log in group]
+        texts = [[Path(log + suffix).read_text() for suffix in (".out", ".err")] for _, _, log, _ in group]
         results.append([Finished(status, *text) for status, text in zip(statuses, texts, strict=True)])
     return [result if isinstance(case[0], list) else result[0] for case, result in zip(cases, results, strict=True)]
+
+
+def _forked(command: list, log: Path) -> list:
+    words = [str(word) for word in command]
+    start = next(number for number, word in enumerate(words) if "=" not in word)
+    return [words[start], words[start + 1 :], str(log), dict(word.split("=", 1) for word in words[:start])]
 
 
 def ranks(count: int, program: str, *arguments) -> list[list]:

@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fairseq_tupe.data import line_filters, sentences, text_input
@@ -26,6 +26,10 @@ TEXT = st.one_of(st.text(), st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.te
 
 @settings(max_examples=700, deadline=None)
 @given(TEXT, st.sampled_from(ALL_OPTIONS))
+@example("0.COMH\u0331", CleaningOptions())
+@example("WWW.\u0130", CleaningOptions())
+@example("0@0.AA.@0.AA", CleaningOptions())
+@example("a@b.coH\u0331", CleaningOptions())
 def test_cleaning_any_text_gives_one_line_and_twice_changes_nothing(text, options):
     once = clean(text, options)
     assert clean(once, options) == once
@@ -41,12 +45,15 @@ def test_cleaning_any_text_gives_one_line_and_twice_changes_nothing(text, option
         ("\u201cHello,\u201d she said \u2014 it\u2019s 5\u20136\u2026", '"hello," she said - it\'s 5-6...'),
         ("See http://www.example.com/a?x=1. Or Google.com/maps!", "see <url>. or <url>!"),
         ("Mail John.Doe+x@mail.example.co.uk, please.", "mail <email>, please."),
+        ("me@x.com\u00e9 or x@y", "me@x.com\u00e9 or x@y"),
         ("The file report_final.PDF and notes.txt.", "the file <file> and <file>."),
         ("U.S. law, e.g. section 3.5; Mr. Smith", "u.s. law, e.g. section 3.5; mr. smith"),
         ("a\rb\u2028c\x85d\u00a0e\x00f\tg", "a b c d ef g"),
         ("wait ..... what,, now,.", "wait ... what, now."),
         ("cafe\u0301 \ufb01ne na\u00adive \uff21", "caf\u00e9 fine naive a"),
         ("  \u2581  ", ""),
+        ("x\\y and \\emph", "x y and emph"),
+        ("**bold** and 2 * 3", "bold** and 2 * 3"),
     ],
 )
 def test_cleaning_examples(raw, expected):
@@ -148,6 +155,8 @@ def test_short_sentences_join_their_shorter_neighbour():
     six, nine = "one two three four five six.", "a b c d e f g h i."
     assert sentences.join_short([nine, "Yes, sir.", six]) == [nine, "Yes, sir. " + six]
     assert sentences.join_short([nine, six]) == [nine, six]
+    # The pair with the heading is 9 words, the other one 7 and a full stop between.
+    assert sentences.join_short(["a b c d e f.", "Yes", "g h i j k l m n."]) == ["a b c d e f.", "Yes g h i j k l m n."]
     long = "w " * 249 + "w."
     assert sentences.join_short([long, "No."]) == [long, "No."]  # 251 words would be too many
     many = ["Oh."] * 1000

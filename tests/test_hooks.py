@@ -53,41 +53,60 @@ def test_the_start_says_which_copy_runs_and_the_effective_batch(trained):
     assert {"checkpoint1.pt", "checkpoint_best.pt", "checkpoint_last.pt"} == set(snapshot(save))
 
 
-def test_refusals_of_fairseq_train_and_validate(trained, tmp_path):
-    data, save, _ = trained
-    before = snapshot(save)
-    bigger = write_data_bin(tmp_path / "bigger", words=44, train=tiny_sentences(20), valid=tiny_sentences(12, 1))
-    torn, unsafe, foreign = (tmp_path / name for name in ("torn", "unsafe", "foreign"))
-    for folder in (torn, unsafe, foreign):
-        folder.mkdir()
+def refused_commands(data: Path, save: Path, folder: Path) -> list[tuple]:
+    """Commands that must end in one line, and what the line must name."""
+    bigger = write_data_bin(folder / "bigger", words=44, train=tiny_sentences(20), valid=tiny_sentences(12, 1))
+    torn, unsafe, foreign = (folder / name for name in ("torn", "unsafe", "foreign"))
+    for path in (torn, unsafe, foreign):
+        path.mkdir()
     shutil.copy(save / "checkpoint1.pt", torn)
-    (torn / "checkpoint_last.pt").write_bytes(before["checkpoint_last.pt"][:-1000])
+    (torn / "checkpoint_last.pt").write_bytes((save / "checkpoint_last.pt").read_bytes()[:-1000])
     torch.save({"model": os.system}, unsafe / "checkpoint_last.pt")
     torch.save({"weights": torch.zeros(1)}, foreign / "checkpoint_last.pt")
-    train = masked_lm_flags(data, save, "--max-epoch", 2)
-    other_save = [*train, "--save-dir", tmp_path / "new"]
-    validate = [data, "--user-dir", USER_DIR, "--task", "tupe_masked_lm", "--batch-size", 4, "--path"]
+    train = ["fairseq-train", *masked_lm_flags(data, save, "--max-epoch", 2)]
+    elsewhere = [*train, "--save-dir", folder / "new"]
+    validate = ["fairseq-validate", data, "--user-dir", USER_DIR, "--task", "tupe_masked_lm", "--batch-size", 4, "--path"]
     two_ranks = ["--distributed-world-size", 2, "--distributed-rank", 0, "--distributed-no-spawn", "--cpu"]
     two_ranks += ["--distributed-backend", "gloo", "--distributed-init-method", f"tcp://127.0.0.1:{free_port()}"]
-    cases = [
-        (["fairseq-train", *other_save, "--fp16"], ["--fp16", "fp32"]),
-        (["fairseq-train", *other_save, "--bf16"], ["--bf16", "fp32"]),
-        (["fairseq-train", *other_save, "--amp"], ["--amp", "fp32"]),
-        (["fairseq-train", *other_save, "--memory-efficient-fp16"], ["fp16", "fp32"]),
-        (["fairseq-train", *other_save, "--restore-file", "no/where.pt"], ["--restore-file no/where.pt"]),
-        (["fairseq-train", *other_save, "--finetune-from-model", "no.pt"], ["--finetune-from-model no.pt"]),
-        (["fairseq-train", *train, "--rel-pos"], [save / "checkpoint_last.pt", "--rel-pos", "TUPE-A", "--save-dir"]),
-        (["fairseq-train", bigger, *train[1:]], [save / "checkpoint_last.pt", "55", "60", "dictionary"]),
-        (["fairseq-train", *train, "--save-dir", torn], [torn / "checkpoint_last.pt", torn / "checkpoint1.pt"]),
-        (["fairseq-train", *train, "--save-dir", unsafe], [unsafe / "checkpoint_last.pt", "posix.system"]),
-        (["fairseq-train", *train, "--save-dir", foreign], [foreign / "checkpoint_last.pt", "not a checkpoint"]),
-        (["fairseq-train", *train, "--optimizer", "sgd"], [save / "checkpoint_last.pt", "ptimizer"]),
-        (["fairseq-validate", *validate, save / "none.pt"], [save / "none.pt", "does not exist"]),
-        (["fairseq-validate", *validate, torn / "checkpoint_last.pt"], [torn / "checkpoint1.pt", "--path"]),
-        (["fairseq-validate", bigger, *validate[1:], save / "checkpoint_best.pt"], ["checkpoint_best.pt", "55", "60"]),
-        (["fairseq-validate", *validate, save / "checkpoint_best.pt", *two_ranks], ["2 CPU ranks"]),
+    return [
+        ([*elsewhere, "--fp16"], ["--fp16", "fp32"]),
+        ([*elsewhere, "--bf16"], ["--bf16", "fp32"]),
+        ([*elsewhere, "--amp"], ["--amp", "fp32"]),
+        ([*elsewhere, "--restore-file", "no/where.pt"], ["--restore-file no/where.pt"]),
+        ([*elsewhere, "--finetune-from-model", "no.pt"], ["--finetune-from-model no.pt"]),
+        (["TORCHELASTIC_RUN_ID=none", "WORLD_SIZE=2", *elsewhere], ["torchrun started 2 processes"]),
+        ([*train, "--rel-pos"], [save / "checkpoint_last.pt", "--rel-pos", "TUPE-A", "--save-dir"]),
+        ([train[0], bigger, *train[2:]], [save / "checkpoint_last.pt", "55", "60", "dictionary"]),
+        ([*train, "--save-dir", torn], [torn / "checkpoint_last.pt", torn / "checkpoint1.pt"]),
+        ([*train, "--save-dir", unsafe], [unsafe / "checkpoint_last.pt", "posix.system"]),
+        ([*train, "--save-dir", foreign], [foreign / "checkpoint_last.pt", "not a checkpoint"]),
+        ([*train, "--optimizer", "sgd"], [save / "checkpoint_last.pt", "ptimizer"]),
+        ([*validate, save / "none.pt"], [save / "none.pt", "does not exist"]),
+        ([*validate, torn / "checkpoint_last.pt"], [torn / "checkpoint1.pt", "--path"]),
+        ([validate[0], bigger, *validate[2:], save / "checkpoint_best.pt"], ["checkpoint_best.pt", "55", "60"]),
+        ([*validate, save / "checkpoint_best.pt", *two_ranks], ["2 CPU ranks"]),
     ]
-    for process, (command, words) in zip(run_many(tmp_path / "logs", [case for case, _ in cases]), cases, strict=True):
+
+
+def stock_commands(data: Path, folder: Path) -> list[list]:
+    """A stock task and model on 18 blocks in batches of 3, with this user directory and without it."""
+    flags = masked_lm_flags(data, folder / "with", "--max-epoch", 1, "--disable-validation", arch="roberta")
+    flags[flags.index("tupe_masked_lm")] = "masked_lm"
+    flags += ["--restore-file", "no/where.pt", "--required-batch-size-multiple", 8, "--batch-size", 3]
+    plain = [*flags, "--save-dir", folder / "without"]
+    plain[plain.index("--user-dir") : plain.index("--user-dir") + 2] = []
+    return [["fairseq-train", *flags], ["fairseq-train", *plain]]
+
+
+def test_refusals_the_traceback_and_a_stock_run(trained, tmp_path):
+    data, save, _ = trained
+    before = snapshot(save)
+    refused = refused_commands(data, save, tmp_path)
+    traced = ["FAIRSEQ_TUPE_TRACEBACK=1", *refused[0][0]]
+    commands = [*(command for command, _ in refused), traced, *stock_commands(data, tmp_path)]
+    *processes, trace, with_us, without = run_many(tmp_path / "logs", commands, timeout=600)
+
+    for process, (command, words) in zip(processes, refused, strict=True):
         assert process.returncode == 1, (command, process.output[-2000:])
         assert len(process.errors) == 1, (command, process.output[-2000:])
         assert "Traceback" not in process.output, command
@@ -96,33 +115,16 @@ def test_refusals_of_fairseq_train_and_validate(trained, tmp_path):
     assert snapshot(save) == before
     assert not list(tmp_path.glob("new/*.pt"))
 
+    assert trace.returncode == 1
+    assert "Traceback" in trace.stderr
+    assert "TupeError: --fp16" in trace.stderr
 
-def test_the_traceback_is_one_variable_away_and_torchrun_is_refused(trained, tmp_path):
-    data, _, _ = trained
-    flags = ["fairseq-train", *masked_lm_flags(data, tmp_path / "new", "--max-epoch", 1)]
-    (process,) = run_many(tmp_path / "a", [[*flags, "--fp16"]], FAIRSEQ_TUPE_TRACEBACK="1")
-    assert process.returncode == 1
-    assert "Traceback" in process.stderr
-    assert "TupeError: --fp16" in process.stderr
-    (process,) = run_many(tmp_path / "b", [flags], TORCHELASTIC_RUN_ID="none", WORLD_SIZE="2")
-    assert process.returncode == 1
-    assert "torchrun started 2 processes" in process.errors[0]
-
-
-def test_a_stock_run_with_this_user_dir_is_a_stock_run(trained, tmp_path):
-    data, _, _ = trained
-    sizes = masked_lm_flags(data, tmp_path / "with", "--max-epoch", 1, arch="roberta")
-    sizes[sizes.index("tupe_masked_lm")] = "masked_lm"
-    sizes += ["--restore-file", "no/where.pt", "--required-batch-size-multiple", 8, "--batch-size", 3]
-    plain = [*sizes, "--save-dir", tmp_path / "without"]
-    plain[plain.index("--user-dir") : plain.index("--user-dir") + 2] = []
-    runs = run_many(tmp_path / "logs", [["fairseq-train", *flags, "--disable-validation"] for flags in (sizes, plain)])
-    # 18 blocks in batches of 3: stock drops the last batch, and so it must here
-    with_us, without = ([(row["loss"], row["gnorm"]) for row in process.check().log("train_inner")] for process in runs)
-    assert len(with_us) > 3
-    assert with_us == without
-    assert "effective batch" not in runs[0].stdout
-    assert "fairseq_tupe is" not in runs[0].stdout
+    # stock starts from scratch where --restore-file is missing, and drops the last batch: so it must here
+    rows = [[(row["loss"], row["gnorm"]) for row in run.check().log("train_inner")] for run in (with_us, without)]
+    assert len(rows[0]) > 3
+    assert rows[0] == rows[1]
+    assert "effective batch" not in with_us.stdout
+    assert "fairseq_tupe is" not in with_us.stdout
 
 
 def test_hydra(trained, tmp_path):

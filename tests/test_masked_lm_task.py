@@ -210,10 +210,12 @@ def test_refusals(tmp_path, short):
 def test_training_without_a_masked_token_and_refusals_of_the_program(tmp_path, short):
     save = tmp_path / "save"
     nothing = ["--mask-prob", "1e-9", "--max-epoch", 1]
-    train, *refused = run_many(
+    validate = ["--user-dir", USER_DIR, "--task", "tupe_masked_lm", "--path", save / "checkpoint_last.pt"]
+    train, validation, *refused = run_many(
         tmp_path / "logs",
         [
             ["fairseq-train", *masked_lm_flags(short, save, *nothing)],
+            ["fairseq-validate", short, *validate, "--batch-size", 4, "--log-format", "json"],
             ["fairseq-train", *masked_lm_flags(short, tmp_path / "no", *nothing, "--tokens-per-sample", 64)],
             ["fairseq-train", *masked_lm_flags(short, tmp_path / "no", *nothing, "--max-tokens", 20)],
         ],
@@ -229,11 +231,6 @@ def test_training_without_a_masked_token_and_refusals_of_the_program(tmp_path, s
     assert len(losses) > 3
     assert set(losses) == {0.0}
     assert train.log("valid")[-1]["valid_loss"] == 0.0
-    validate = ["--user-dir", USER_DIR, "--task", "tupe_masked_lm", "--path", save / "checkpoint_last.pt"]
-    (validation,) = run_many(
-        tmp_path / "more",
-        [["fairseq-validate", short, *validate, "--batch-size", 4, "--log-format", "json"]],
-    )
     (row,) = validation.check().log("valid")
     assert row["valid_loss"] == 0.0
     assert "nan" not in (train.stdout + validation.stdout).lower()

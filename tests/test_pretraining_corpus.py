@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from corpus_data import LINES, VOCAB, make_lines, prepare, refused, report_of, sentences_of, snapshot
 
+from fairseq_tupe.data import binarized
 from fairseq_tupe.data.binarized import DatasetWriter
 from fairseq_tupe.data.tokenizer import Tokenizer
 
@@ -78,10 +79,11 @@ def test_stock_fairseq_trains_on_it(prepared, tmp_path):
     assert "valid on 'valid' subset" in output
 
 
-def test_the_dataset_files_are_those_of_fairseqs_builder(tmp_path):
+def test_the_dataset_files_are_those_of_fairseqs_builder(tmp_path, monkeypatch):
     import torch
     from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
 
+    monkeypatch.setattr(binarized, "_COPY", 3)  # sentences the index takes at a time: here several turns
     rng = np.random.default_rng(0)
     for dictionary_size, dtype in ((400, np.uint16), (70_000, np.uint32)):
         items = [rng.integers(0, dictionary_size, size=size) for size in (3, 1, 70, 12)]

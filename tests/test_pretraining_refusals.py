@@ -17,6 +17,7 @@ import pytest
 from corpus_data import LINES, VOCAB, make_lines, prepare, refused, script, snapshot
 
 from fairseq_tupe.data import pretraining_corpus
+from fairseq_tupe.data.workspace import Workspace
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +121,25 @@ def test_a_killed_run_continues_and_ends_the_same(repo, tmp_path):
     assert prepare("--out", folder / "again", *VOCAB, path) == 0
     assert snapshot(out) == snapshot(folder / "again")
     assert sorted(entry.name for entry in folder.iterdir()) == ["-big.txt", "again", "out"]
+
+
+def test_a_stage_counts_as_done_only_with_its_settings_and_files(tmp_path):
+    space = Workspace(tmp_path / "o")
+    with space:
+        space.open(fresh=False)
+        path = space.work / "x"
+        path.write_text("1234")
+        space.finish("clean", "key", {"seconds": 99}, [path])
+        assert space.finished("clean", "key") == {"seconds": 99}
+        assert space.finished("clean", "other") is None
+        assert space.finished("split", "key") is None
+        path.write_text("123")
+        assert space.finished("clean", "key") is None
+    assert space.partial.is_dir()  # 99 seconds of work are worth keeping
+    with space:
+        space.open(fresh=True)
+        assert space.finished("clean", "key") is None
+    assert not space.partial.exists()
 
 
 def test_a_kill_between_the_renames_loses_nothing(corpus, tmp_path, capsys):

@@ -105,6 +105,22 @@ def test_batches_and_whole_words_give_the_same_ids(tokenizer, folder):
         assert [part.tolist() for part in parts] == [[*tokenizer.encode(text), 2] for text in texts[:-1]]
 
 
+def test_a_model_with_pieces_over_spaces_encodes_whole_sentences(tmp_path):
+    path = tmp_path / "spm.model"
+    with open(path, "wb") as stream:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(SENTENCES), model_writer=stream, vocab_size=300, model_type="bpe", minloglevel=2,
+            split_by_whitespace=False, byte_fallback=False, max_sentencepiece_length=30,
+        )  # fmt: skip
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    pieces = processor.encode(SENTENCES[0], out_type=str)
+    assert any("\u2581" in piece[1:] for piece in pieces)
+    ids, sizes = WordEncoder(str(path)).encode([SENTENCES[0]])
+    table = dictionaries.fairseq_ids([processor.id_to_piece(i) for i in range(300)])
+    assert ids.tolist() == [*table[processor.encode(SENTENCES[0])], 2]
+    assert sizes.tolist() == [len(ids)]
+
+
 def test_decode_shows_unknown_and_mask_and_refuses_ids_beyond(tokenizer):
     ids = tokenizer.encode("the captain")
     assert tokenizer.decode([0, *ids, tokenizer.mask_id, 3, 2, 1]) == "the captain <mask> <unk>"
