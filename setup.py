@@ -31,7 +31,7 @@ setup(
         "scipy>=1.9",
         "scikit-learn>=1.1",
         "sentencepiece>=0.1.99",
-        "pysbd>=0.3.4",
+        "sentencex>=1.0.30",
         "tqdm",
     ],
     extras_require={

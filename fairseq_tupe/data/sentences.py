@@ -2,7 +2,7 @@
 
 The original uses spaCy's statistical parser on lower-cased text. Here `sentencex` (Wikimedia, rules for many languages,
 abbreviations included) works on the text before it is lower-cased, where capitals still tell a sentence from an
-abbreviation: on 2 MB of novels it took 0.02 s, against 1.6 s for sentence-splitter and about 2 s per MB for syntok and
+abbreviation: on 2 MB of novels it took 0.02 s, against 1.6 s for sentence-splitter, and about 1 s per MB for syntok and
 4 s for pysbd; blingfire is as fast but splits at "Mr." and has had no release since 2021.
 """
 

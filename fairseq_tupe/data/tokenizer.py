@@ -170,7 +170,3 @@ class Tokenizer:
 
     def _decode_run(self, ids: Sequence[int]) -> str:
         return self._processor.decode(list(ids)).strip() if ids else ""
-
-    def word_starts(self) -> list[bool]:
-        """For each row of dict.txt, whether the piece begins a word (for masking whole words)."""
-        return [symbol.startswith("\u2581") or symbol in ("<url>", "<email>", "<file>") for symbol in self.symbols()]
