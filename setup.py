@@ -24,7 +24,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["fairseq_tupe", "fairseq_tupe.*"]),
     # config/ holds no Python, so its folders are data of the package above them
-    package_data={"fairseq_tupe": ["config/**/*.yaml", "data/**/*.txt", "data/**/*.json"]},
+    package_data={"fairseq_tupe": ["config/**/*.yaml"]},
     install_requires=[
         "torch>=2.6",
         "numpy>=1.23",

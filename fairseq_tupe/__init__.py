@@ -4,6 +4,8 @@ Importing registers the models, tasks, criterion and learning rate schedule with
 package still imports, so that ``python -m fairseq_tupe doctor`` can say why: the error is kept in ``FAIRSEQ_ERROR``.
 """
 
+import sys
+
 __version__ = "0.1.0"
 
 FAIRSEQ_ERROR = None
@@ -24,6 +26,8 @@ try:
     _import_fairseq()
 except Exception as error:  # a broken fairseq fails in many ways: ImportError, ValueError (dataclasses), OSError
     FAIRSEQ_ERROR = error
+    if sys.argv[:1] != ["-m"]:  # python -m fairseq_tupe speaks for itself
+        print(f"fairseq_tupe: fairseq can't be used ({error}); run: python -m fairseq_tupe doctor", file=sys.stderr)
 else:
     # By name: fairseq skips its own scan of tasks/ and models/ where this package was imported before --user-dir.
     from . import fairseq_hooks

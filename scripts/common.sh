@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sourced by every script here:
 #   source -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.sh"
-# Gives REPO_ROOT, USER_DIR, die, need_value, absolute_path, find_environment, use_environment, gpu_count.
+# Gives REPO_ROOT, USER_DIR, die, need_value, absolute_path, split_arguments, find_environment, use_environment, gpu_count.
 
 if [[ "${BASH_SOURCE[0]}" == "$0" ]]; then
     if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
@@ -35,6 +35,20 @@ absolute_path() {
         /*) printf '%s\n' "$1" ;;
         *) printf '%s/%s\n' "$PWD" "$1" ;;
     esac
+}
+
+# split_arguments MOST WORD...: puts up to MOST leading words in the array `arguments` and the rest, which is fairseq's, in `extra`.
+# A path may begin with a dash; behind the first flag everything is fairseq's.
+split_arguments() {
+    local most="$1" word
+    shift
+    for word in "$@"; do
+        if [[ ${#extra[@]} -eq 0 && ${#arguments[@]} -lt $most && ("$word" != -* || -e "$word") ]]; then
+            arguments+=("$word")
+        else
+            extra+=("$word")
+        fi
+    done
 }
 
 # find_environment: prints the folder of the virtual environment to use; status 1 when there is none.

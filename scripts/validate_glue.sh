@@ -16,19 +16,10 @@ TEXT
 }
 
 arguments=() extra=()
-while [[ $# -gt 0 ]]; do
-    case "$1" in
-        --help | -h) usage; exit 0 ;;
-        *)
-            if [[ ${#extra[@]} -eq 0 && ${#arguments[@]} -lt 3 && ("$1" != -* || -e "$1") ]]; then
-                arguments+=("$1")
-            else
-                extra+=("$1")
-            fi
-            shift
-            ;;
-    esac
+for word in "$@"; do
+    if [[ "$word" == --help || "$word" == -h ]]; then usage; exit 0; fi
 done
+split_arguments 3 "$@"
 [[ ${#arguments[@]} -ge 1 ]] || die "TASK is missing (see --help)"
 [[ ${#arguments[@]} -ge 2 ]] || die "CHECKPOINT is missing (see --help)"
 task="${arguments[0]}" checkpoint="${arguments[1]}"

@@ -20,9 +20,9 @@ from fairseq_processes import (
     write_data_bin,
 )
 
-from fairseq_tupe import fairseq_hooks
 from fairseq_tupe.error_lines import one_line
 from fairseq_tupe.errors import TupeError
+from fairseq_tupe.fairseq_hooks import programs
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,9 @@ def refused_commands(data: Path, save: Path, folder: Path) -> list[tuple]:
     (torn / "checkpoint_last.pt").write_bytes((save / "checkpoint_last.pt").read_bytes()[:-1000])
     torch.save({"model": os.system}, unsafe / "checkpoint_last.pt")
     torch.save({"weights": torch.zeros(1)}, foreign / "checkpoint_last.pt")
+    same_size = shutil.copytree(data, folder / "same-size")
+    rows = (data / "dict.txt").read_text().splitlines(keepends=True)
+    (same_size / "dict.txt").write_text("".join(rows[::-1]))
     train = ["fairseq-train", *masked_lm_flags(data, save, "--max-epoch", 2)]
     elsewhere = [*train, "--save-dir", folder / "new"]
     validate = ["fairseq-validate", data, "--user-dir", USER_DIR, "--task", "tupe_masked_lm", "--batch-size", 4, "--path"]
@@ -77,6 +80,9 @@ def refused_commands(data: Path, save: Path, folder: Path) -> list[tuple]:
         (["TORCHELASTIC_RUN_ID=none", "WORLD_SIZE=2", *elsewhere], ["torchrun started 2 processes"]),
         ([*train, "--rel-pos"], [save / "checkpoint_last.pt", "--rel-pos", "TUPE-A", "--save-dir"]),
         ([train[0], bigger, *train[2:]], [save / "checkpoint_last.pt", "55", "60", "dictionary"]),
+        ([train[0], same_size, *train[2:]], [save / "checkpoint_last.pt", "55 types each", "dictionary"]),
+        ([*elsewhere, "--rel-pos-bins", 31], ["--rel-pos-bins", "31"]),
+        ([*elsewhere, "--distributed-world-size", 2, "--cpu"], ["2 ranks on a CPU", "--distributed-rank"]),
         ([*train, "--save-dir", torn], [torn / "checkpoint_last.pt", torn / "checkpoint1.pt"]),
         ([*train, "--save-dir", unsafe], [unsafe / "checkpoint_last.pt", "posix.system"]),
         ([*train, "--save-dir", foreign], [foreign / "checkpoint_last.pt", "not a checkpoint"]),
@@ -84,6 +90,7 @@ def refused_commands(data: Path, save: Path, folder: Path) -> list[tuple]:
         ([*validate, save / "none.pt"], [save / "none.pt", "does not exist"]),
         ([*validate, torn / "checkpoint_last.pt"], [torn / "checkpoint1.pt", "--path"]),
         ([validate[0], bigger, *validate[2:], save / "checkpoint_best.pt"], ["checkpoint_best.pt", "55", "60"]),
+        ([validate[0], same_size, *validate[2:], save / "checkpoint_best.pt"], ["checkpoint_best.pt", "55 types each"]),
         ([*validate, save / "checkpoint_best.pt", *two_ranks], ["2 CPU ranks"]),
     ]
 
@@ -226,10 +233,10 @@ def test_the_line_is_found_anywhere_in_a_chain(capfd):
     worker = caught(lambda: next(iter(torch.utils.data.DataLoader(Refusing(), num_workers=1))))
     assert one_line(worker) == "row 0 is not amused"
     seen = []
-    fairseq_hooks._show_one_line(lambda *args: seen.append(args), ValueError, ValueError("not ours"), None)
+    programs.show_one_line(lambda *args: seen.append(args), ValueError, ValueError("not ours"), None)
     assert len(seen) == 1
     capfd.readouterr()
     error = caught(wrapped)
-    fairseq_hooks._show_one_line(lambda *args: seen.append(args), type(error), error, None)
+    programs.show_one_line(lambda *args: seen.append(args), type(error), error, None)
     assert len(seen) == 1
     assert capfd.readouterr().err == "fairseq_tupe: error: two lines\n"

@@ -201,6 +201,10 @@ def test_refusals(tmp_path, short):
     refused(words / "dict.txt", "no numbers", data=words)
     (words / "dict.txt").write_bytes(b"\xff\xfe\x00 3\n")
     refused(words / "dict.txt", data=words)
+    (words / "dict.txt").write_text(entries.splitlines()[0] + "\n", encoding="utf-8")
+    refused(words / "train.bin", "6 types", "don't match", data=words)
+    (words / "dict.txt").write_text("")
+    refused(words / "dict.txt", "empty", data=words)
     (words / "dict.txt").unlink()
     refused(words / "dict.txt", "does not exist", data=words)
     empty = write_data_bin(tmp_path / "empty", train=[])
@@ -210,12 +214,14 @@ def test_refusals(tmp_path, short):
 def test_training_without_a_masked_token_and_refusals_of_the_program(tmp_path, short):
     save = tmp_path / "save"
     nothing = ["--mask-prob", "1e-9", "--max-epoch", 1]
+    each = ["--no-epoch-checkpoints", "--save-interval-updates", 1, "--keep-interval-updates", 1, "--disable-validation"]
     validate = ["--user-dir", USER_DIR, "--task", "tupe_masked_lm", "--path", save / "checkpoint_last.pt"]
-    train, validation, *refused = run_many(
+    train, validation, saving, *refused = run_many(
         tmp_path / "logs",
         [
             ["fairseq-train", *masked_lm_flags(short, save, *nothing)],
             ["fairseq-validate", short, *validate, "--batch-size", 4, "--log-format", "json"],
+            ["fairseq-train", *masked_lm_flags(short, tmp_path / "each", *nothing, *each)],
             ["fairseq-train", *masked_lm_flags(short, tmp_path / "no", *nothing, "--tokens-per-sample", 64)],
             ["fairseq-train", *masked_lm_flags(short, tmp_path / "no", *nothing, "--max-tokens", 20)],
         ],
@@ -227,6 +233,9 @@ def test_training_without_a_masked_token_and_refusals_of_the_program(tmp_path, s
         assert all(word in process.errors[0] for word in words)
         assert "Traceback" not in process.output
         assert not list((tmp_path / "no").glob("*.pt"))
+    # fairseq leaves out the interval's checkpoint where an epoch ends
+    last = int(saving.check().log("train")[-1]["train_num_updates"])
+    assert (tmp_path / "each" / f"checkpoint_1_{last}.pt").read_bytes() == (tmp_path / "each/checkpoint_last.pt").read_bytes()
     losses = [row["loss"] for row in train.check().log("train_inner")]
     assert len(losses) > 3
     assert set(losses) == {0.0}

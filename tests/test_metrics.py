@@ -211,7 +211,8 @@ def test_whole_set_metrics_of_the_reference(shared):
     expected = torch.load(run_folder / "tupe_r_sst2.dev_logits.pt", weights_only=True)
     cfg = OmegaConf.structured(TupeSentencePredictionConfig(
         data=str(run_folder / "SST-2-bin"), num_classes=2, reference_dictionary=True, regression_target=False,
-        classification_head_name="sentence_classification_head", best_checkpoint_metric="mcc", seed=1, max_positions=128,
+        classification_head_name="sentence_classification_head", best_checkpoint_metric="mcc",
+        maximize_best_checkpoint_metric=True, seed=1, max_positions=128,
     ))  # fmt: skip
     task = TupeSentencePredictionTask.setup_task(cfg)
     assert real_labels(task.label_dictionary) == task.labels == ["1", "0"]

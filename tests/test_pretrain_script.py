@@ -182,6 +182,7 @@ def test_refusals(data, tmp_path):
     assert not (tmp_path / "save").exists()
     (tmp_path / "save" / "tokenizer").mkdir(parents=True)
     (tmp_path / "save" / "tokenizer" / "spm.model").write_bytes(b"other pieces")
+    (tmp_path / "save" / "checkpoint_last.pt").write_bytes(b"weights")
     assert "another tokenizer" in pretrain(data, *save).stderr
     assert (tmp_path / "save" / "tokenizer" / "spm.model").read_bytes() == b"other pieces"
 

@@ -9,7 +9,7 @@ from fairseq_processes import USER_DIR, finish, run, start
 from omegaconf import OmegaConf
 from sentence_data import WORDS, dictionary_of, flags, rows_of, validate_flags, write_indexed, write_task_bin
 
-from fairseq_tupe.data.sentence_pairs import PairFormat, format_pair, pair_lengths
+from fairseq_tupe.data.sentence_pairs import PairFormat, pair_lengths
 from fairseq_tupe.errors import TupeError
 from fairseq_tupe.tasks.tupe_sentence_prediction import TupeSentencePredictionConfig, TupeSentencePredictionTask
 
@@ -28,6 +28,7 @@ def settings(data, num_classes: int = 2, **changes):
     """Options as fairseq passes them to the task."""
     values = {
         "data": str(data), "num_classes": num_classes, "regression_target": False, "best_checkpoint_metric": "loss",
+        "maximize_best_checkpoint_metric": False,
         "classification_head_name": "sentence_classification_head", "seed": 1, **changes,
     }  # fmt: skip
     return OmegaConf.structured(TupeSentencePredictionConfig(**values))
@@ -52,7 +53,7 @@ def test_pairs_are_trimmed_longest_first_with_both_ends():
             for limit in (6, 7, 12, 13):
                 kept = longest_first(first, second, limit - 4)
                 expected = [bos, *kept[0], eos, eos, *kept[1], eos]
-                row = format_pair(first, second, bos, eos, separator=eos, max_length=limit)
+                row = PairFormat(bos, eos, eos, limit)(first, second)
                 assert row.tolist() == expected
                 assert PairFormat(bos, eos, eos, limit).row_lengths(first_length, second_length) == len(row) <= limit
 
@@ -67,12 +68,12 @@ def test_trimmed_lengths_of_arrays_equal_those_of_numbers():
 
 
 def test_single_sentences_keep_their_end():
-    assert format_pair([5, 6, 7, 8], None, 0, 2, 2, max_length=5).tolist() == [0, 5, 6, 7, 2]
-    assert format_pair([], None, 0, 2, 2).tolist() == [0, 2]
-    assert format_pair([], [], 0, 2, 2).tolist() == [0, 2, 2, 2]
-    assert format_pair([5], [6], None, 2, None).tolist() == [5, 2, 6, 2]
+    assert PairFormat(0, 2, 2, 5)([5, 6, 7, 8]).tolist() == [0, 5, 6, 7, 2]
+    assert PairFormat(0, 2, 2)([]).tolist() == [0, 2]
+    assert PairFormat(0, 2, 2)([], []).tolist() == [0, 2, 2, 2]
+    assert PairFormat(None, 2, None)([5], [6]).tolist() == [5, 2, 6, 2]
     with pytest.raises(TupeError, match="at most 4 tokens"):
-        format_pair([5], [6], 0, 2, 2, max_length=4)
+        PairFormat(0, 2, 2, 4)([5], [6])
 
 
 def test_no_row_is_dropped_and_empty_sentences_stay(tmp_path):
@@ -227,7 +228,14 @@ def test_best_metric_must_exist(tmp_path):
     name, head = "tupe_sentence_prediction", "sentence_classification_head"
     criterion = OmegaConf.create({"_name": name, "classification_head_name": head, "regression_target": False})
     for metric in ("loss", "accuracy", "mcc"):
-        TupeSentencePredictionTask.setup_task(settings(data, best_checkpoint_metric=metric)).build_criterion(criterion)
+        for maximize in (False, True):
+            best = settings(data, best_checkpoint_metric=metric, maximize_best_checkpoint_metric=maximize)
+            task = TupeSentencePredictionTask.setup_task(best)
+            if maximize == (metric != "loss"):
+                task.build_criterion(criterion)
+                continue
+            with pytest.raises(TupeError, match=f"a .*er {metric} is better: .* --maximize-best-checkpoint-metric"):
+                task.build_criterion(criterion)
     for metric in ("f1", "pearson", "acc"):
         task = TupeSentencePredictionTask.setup_task(settings(data, best_checkpoint_metric=metric))
         with pytest.raises(TupeError, match=f"{metric} does not exist for this task .*choose one of loss, accuracy, mcc"):

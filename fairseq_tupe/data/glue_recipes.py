@@ -137,11 +137,6 @@ def recipe(task: GlueTask, interval: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def official_interval(task: GlueTask) -> int:
-    """Half an epoch in updates for the official training set on one rank, as the YAML files hold it."""
-    return math.ceil(math.ceil(task.rows["train"] / BATCH_SIZE) / 2)
-
-
 def half_epoch(lengths: np.ndarray, batch_size: int, max_tokens: int, groups: int, seed: int = 1) -> int:
     """Half an epoch in updates.
 

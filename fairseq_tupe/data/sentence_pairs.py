@@ -84,18 +84,6 @@ class PairFormat:
         return torch.tensor(row, dtype=torch.long)
 
 
-def format_pair(
-    first: Sequence[int],
-    second: Sequence[int] | None,
-    bos: int | None,
-    eos: int,
-    separator: int | None,
-    max_length: int | None = None,
-) -> Tensor:
-    """:class:`PairFormat` as a function."""
-    return PairFormat(bos, eos, separator, max_length)(first, second)
-
-
 def load_indexed(path: str | Path, dictionary: Any, combine: bool = False) -> Any:
     """The indexed dataset ``path.bin``; ``combine`` appends ``path1.bin``, ``path2.bin`` and so on.
 

@@ -41,4 +41,5 @@ class TupeSentencePredictionConfig(FairseqDataclass):
     regression_target: bool = _criterion_option("regression_target", "false")
     classification_head_name: str = _criterion_option("classification_head_name", "sentence_classification_head")
     best_checkpoint_metric: str = II("checkpoint.best_checkpoint_metric")
+    maximize_best_checkpoint_metric: bool = II("checkpoint.maximize_best_checkpoint_metric")
     seed: int = II("common.seed")

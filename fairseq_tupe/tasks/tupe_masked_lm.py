@@ -172,6 +172,8 @@ def load_dictionary(path: str, reference: bool = False) -> Dictionary:
     except Exception as error:  # fairseq raises bare Exception for a wrong encoding
         cure = " (is --reference-dictionary right here?)" if reference and "Duplicate" in str(error) else ""
         raise TupeError(f"{path} is not a fairseq dictionary: {str(error).splitlines()[0]}{cure}") from error
+    if len(dictionary) == dictionary.nspecial:
+        raise TupeError(f"{path} is empty: it holds one `piece count` a line")
     return dictionary
 
 
@@ -184,11 +186,17 @@ def _load_sentences(path: str, dictionary: Dictionary, combine: bool):
     try:
         sentences = data_utils.load_indexed_dataset(path, dictionary, combine=combine)
         if sentences:
-            sentences[len(sentences) - 1]  # fails where the .bin is cut short
+            last = sentences[len(sentences) - 1]  # fails where the .bin is cut short
     except Exception as error:  # numpy, mmap and fairseq each fail in their own way on a damaged file
         raise TupeError(f"{path}.idx or {path}.bin is damaged ({error}): prepare the data again") from error
     if not sentences:
         raise TupeError(f"{path}.idx holds no sentence")
+    # a sample: the whole would take as long as reading the corpus
+    largest = max(int(sentence.max()) for sentence in [last, *(sentences[i] for i in range(min(len(sentences), 1000)))])
+    if largest >= len(dictionary):
+        raise TupeError(
+            f"{path}.bin holds token {largest}, but dict.txt beside it has {len(dictionary):,} types: they don't match"
+        )
     return sentences
 
 

@@ -142,7 +142,8 @@ class TupeSentencePredictionTask(FairseqTask):
         """Build the criterion.
 
         Raises:
-            TupeError: there is no such ``--best-checkpoint-metric``; fairseq would say so after the first epoch.
+            TupeError: there is no such ``--best-checkpoint-metric`` (fairseq would say so after the first epoch), or the
+                worst checkpoint would be kept as the best.
         """
         criterion = super().build_criterion(cfg, *args, **kwargs)
         wanted = self.cfg.best_checkpoint_metric
@@ -152,6 +153,9 @@ class TupeSentencePredictionTask(FairseqTask):
                 f"({describe_labels(self.labels) if self.labels else 'regression'}): "
                 f"choose one of loss, {', '.join(criterion.metric_names)}"
             )
+        if (wanted == "loss") == self.cfg.maximize_best_checkpoint_metric:
+            verb, cure = ("smaller", "leave out") if wanted == "loss" else ("larger", "pass")
+            raise TupeError(f"a {verb} {wanted} is better: {cure} --maximize-best-checkpoint-metric")
         return criterion
 
     def load_dataset(self, split: str, combine: bool = False, **kwargs):
