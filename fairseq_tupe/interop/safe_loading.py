@@ -9,6 +9,8 @@ import os
 import pickletools
 import re
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,17 @@ MAGIC = {
 LFS = "version https://git-lfs"
 
 
+@contextmanager
+def allowed_globals() -> Iterator[None]:
+    """Allow :data:`ALLOWED_GLOBALS` for a while; torch's own way also takes away what was allowed before."""
+    before = torch.serialization.get_safe_globals()
+    try:
+        with torch.serialization.safe_globals(ALLOWED_GLOBALS):
+            yield
+    finally:
+        torch.serialization.add_safe_globals(before)
+
+
 def load_checkpoint_file(path: str | Path) -> Any:
     """What ``torch.save`` wrote to ``path``, on the CPU; torch's format from before 1.6 loads as well.
 
@@ -43,7 +56,7 @@ def load_checkpoint_file(path: str | Path) -> Any:
     """
     path = Path(path)
     try:
-        with torch.serialization.safe_globals(ALLOWED_GLOBALS):
+        with allowed_globals():
             state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch, zip reader and unpickler each fail in their own ways
         raise TupeError(explain_failure(path, error)) from error
@@ -120,7 +133,7 @@ def explain_contents(state: Any) -> str | None:
 
 def _contents_of_readable(path: Path) -> str | None:
     try:
-        with torch.serialization.safe_globals(ALLOWED_GLOBALS):
+        with allowed_globals():
             return explain_contents(torch.load(path, map_location="cpu", weights_only=True))
     except Exception:
         return None
