@@ -78,7 +78,7 @@ def convert_checkpoint(state: dict) -> dict:
     ]
     converted = {
         "args": None,
-        "cfg": _whole_config(args),
+        "cfg": whole_config(args),
         "model": model,
         "criterion": None,
         "optimizer_history": history,
@@ -119,7 +119,8 @@ def convert_args(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**kept)
 
 
-def _whole_config(args: argparse.Namespace) -> Any:
+def whole_config(args: argparse.Namespace) -> Any:
+    """fairseq's whole configuration (DictConfig) from flat options in today's names; what is left out gets its default."""
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
     with warnings.catch_warnings():
