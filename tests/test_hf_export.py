@@ -1,6 +1,5 @@
-"""Exported models compute what fairseq's do, in transformers and without this package; and they come back bit for bit."""
+"""Exported models compute what fairseq's do, in transformers and without this package."""
 
-import argparse
 import ast
 import json
 import random
@@ -9,17 +8,16 @@ import sys
 
 import pytest
 import torch
+from exported_models import HEAD, PAD, close, padded_tokens, write_checkpoint
 from fairseq_processes import environment
-from small_model import SIZES, VARIANTS, random_tokens, small_dictionary, small_model
+from small_model import SIZES, VARIANTS, random_tokens, small_model
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from omegaconf import OmegaConf
 from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     BertModel,
     DistilBertModel,
@@ -30,86 +28,9 @@ from transformers import (
 
 import fairseq_tupe.interop.hf  # noqa: F401
 from fairseq_tupe.__main__ import main
-from fairseq_tupe.data.cleaning import PLACEHOLDERS, CleaningOptions, clean
-from fairseq_tupe.data.dictionaries import dictionary_symbols, write_dictionary
-from fairseq_tupe.data.tokenizer import Tokenizer, write_manifest
-from fairseq_tupe.data.tokenizer_training import train_model
-from fairseq_tupe.interop.hf import bundle, mapping
-from fairseq_tupe.interop.reference_checkpoint import whole_config
+from fairseq_tupe.interop.hf import bundle
 
-HEAD = "sentence_classification_head"
-PAD = 1
-
-
-def write_checkpoint(path, model, labels=(), **options):
-    """A checkpoint as fairseq saves it."""
-    task = "tupe_sentence_prediction" if labels else "tupe_masked_lm"
-    model_options = {key: value for key, value in OmegaConf.to_container(model.cfg, enum_to_str=True).items() if key[0] != "_"}
-    args = argparse.Namespace(**{"arch": "tupe_roberta", "task": task, "criterion": "masked_lm", "data": str(path.parent),
-                                 "tpu": False, **model_options, **options})  # fmt: skip
-    state = {
-        "args": None,
-        "cfg": OmegaConf.to_container(whole_config(args), resolve=True, enum_to_str=True),
-        "model": model.state_dict(),
-        "optimizer_history": [{"num_updates": 7, "optimizer_name": "FairseqAdam", "criterion_name": "MaskedLmLoss"}],
-        "task_state": {"labels": list(labels)} if labels else {},
-        "extra_state": {"best": 3.5, "train_iterator": {"epoch": 2, "iterations_in_epoch": 0}},
-        "last_optimizer_state": None,
-    }
-    torch.save(state, path)
-    return path
-
-
-def padded_tokens():
-    """Three rows of different lengths and their attention mask."""
-    tokens = random_tokens(3, 11)
-    for row, length in enumerate((11, 7, 2)):
-        tokens[row, length:] = PAD
-    return tokens, tokens.ne(PAD).long()
-
-
-def close(actual, expected, tolerance=1e-5):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
-
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory):
-    """A tokenizer trained as prepare-pretrain-data trains one, on generated words."""
-    folder = tmp_path_factory.mktemp("data") / "tokenizer"
-    folder.mkdir()
-    rng = random.Random(1)
-    syllables = ["ba", "do", "ke", "mi", "nu", "po", "ra", "si", "te", "vu"]
-    words = ["".join(rng.choices(syllables, k=rng.randint(1, 4))) for _ in range(200)]
-    sentences = [clean(" ".join(rng.choices(words, k=9)) + ".", CleaningOptions()) for _ in range(600)]
-    sentences += [f"see {name} now" for name in PLACEHOLDERS] + ["naïve café"]
-    corpus = folder.parent / "corpus.txt"
-    corpus.write_text("\n".join(sentences) + "\n", "utf-8")
-    data = train_model(corpus, len(sentences), corpus.stat().st_size, 10**6, 500)
-    (folder / "spm.model").write_bytes(data)
-    import sentencepiece
-
-    processor = sentencepiece.SentencePieceProcessor(model_proto=data)
-    symbols = dictionary_symbols([processor.id_to_piece(index) for index in range(processor.get_piece_size())])
-    write_dictionary(folder / "dict.txt", symbols, [1] * len(symbols))
-    write_manifest(folder, CleaningOptions(), {})
-    return folder
-
-
-@pytest.fixture(scope="module")
-def exported(tokenizer_folder, tmp_path_factory):
-    """A TUPE-R with a head, its folder, and its tokenizer."""
-    from fairseq.data import Dictionary
-
-    folder = tmp_path_factory.mktemp("run")
-    dictionary = Dictionary.load(str(tokenizer_folder / "dict.txt"))
-    dictionary.add_symbol("<mask>")
-    model = small_model(dictionary=dictionary, rel_pos=True, max_positions=40)
-    torch.manual_seed(5)
-    model.register_classification_head(HEAD, num_classes=2)
-    labels = ["entailment", "not_entailment"]
-    path = write_checkpoint(folder / "checkpoint_best.pt", model.eval(), labels, num_classes=2, data=str(tokenizer_folder.parent))
-    assert main(["export-hf", str(path), str(folder / "hf")]) == 0
-    return model, folder / "hf", Tokenizer.load(tokenizer_folder)
+pytest_plugins = ["exported_models"]
 
 
 @pytest.mark.parametrize("prenorm", [False, True])
@@ -159,14 +80,16 @@ def test_ids_of_any_text(exported):
     theirs = AutoTokenizer.from_pretrained(folder)
     assert theirs.is_fast
     texts = [
-        *("Bado KEMI.", "\U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467", "a\rb", "a\u00a0b", "a\u2028b\u0085c", "你好 नमस्ते مرحبا"),
-        *("<s> </s> <pad> <unk>", "<0x41>", "http://a.com/b, me@x.org and abcde.pdf", "<url> first<email>x", "", "   ", "\u2581a\u2581"),
+        *("Bado KEMI.", "\U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467", "a\rb", "a\u00a0b", "a\u2028b\u0085c"),
+        *("你好 नमस्ते مرحبا", "<s> </s> <pad> <unk>", "<0x41>", "http://a.com/b, me@x.org and abcde.pdf"),
+        *("<url> first<email>x", "", "   ", "\u2581a\u2581"),
         *("\x01<s\x01>", "İẞΑΣ ﬁ e\u0301", "ＡＢＣ", "`` '' ,, ....", "<URL>"),
     ]
     rng = random.Random(2)
     letters = "badokeminu  .,'<>/@_-09éüß中\u00a0\u2028\r\n\U0001f600\u200d\u0301ﬁ▁"
     texts += ["".join(rng.choices(letters, k=rng.randint(1, 50))) for _ in range(500)]
-    texts += ["".join(chr(rng.choice([rng.randrange(1, 0x300), rng.randrange(0xE000, 0x1F9FF)])) for _ in range(12)) for _ in range(200)]
+    codes = [*range(1, 0x300), *range(0xE000, 0x1FA00)]
+    texts += ["".join(map(chr, rng.choices(codes, [99] * 0x2FF + [1] * 0x11A00, k=12))) for _ in range(200)]
     batch = theirs(texts, add_special_tokens=False)["input_ids"]
     for text, ids in zip(texts, batch, strict=True):
         assert ids == ours.encode(text), repr(text)
@@ -201,7 +124,8 @@ classifier.save_pretrained(again)
 tokenizer.save_pretrained(again)
 saved = AutoModelForSequenceClassification.from_pretrained(again, **load)
 with torch.no_grad():
-    out["again"] = saved(**AutoTokenizer.from_pretrained(again, **load)([text, text[:9]], padding=True, return_tensors="pt")).logits.tolist()
+    inputs = AutoTokenizer.from_pretrained(again, **load)([text, text[:9]], padding=True, return_tensors="pt")
+    out["again"] = saved(**inputs).logits.tolist()
 print(json.dumps(out))
 """
 
@@ -245,7 +169,8 @@ def test_bundled_code_is_the_same_code(exported):
     bundled = {node.name: ast.dump(node) for node in ast.parse(text).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
     names = set()
     modules = ["attention", "encoder_layer", "heads", "positional_bias", "sentence_encoder"]
-    for module in [*(f"fairseq_tupe.modules.{name}" for name in modules), "fairseq_tupe.interop.hf.modeling_tupe", "fairseq_tupe.errors"]:
+    modules = [f"fairseq_tupe.modules.{name}" for name in modules]
+    for module in [*modules, "fairseq_tupe.interop.hf.modeling_tupe", "fairseq_tupe.errors"]:
         for node in ast.parse(bundle.source_of(module)).body:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
                 assert bundled[node.name] == ast.dump(node), node.name
@@ -266,125 +191,8 @@ def test_clashing_names_are_not_bundled(tmp_path, monkeypatch):
         bundle.bundle("fairseq_tupe_clash")
 
 
-def test_way_back(exported, tmp_path, capsys):
-    from fairseq import checkpoint_utils
-
-    model, folder, ours = exported
-    out = tmp_path / "back" / "checkpoint.pt"
-    assert main(["import-hf", str(folder), str(out)]) == 0
-    assert Tokenizer.find(out.parent).fingerprint == ours.fingerprint
-    (again,), cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(out)], {"data": str(out.parent)})
-    assert task.labels == ["entailment", "not_entailment"]
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, again.state_dict()[name]), name
-    # transformers saves no language model head with a classifier
-    saved = tmp_path / "saved"
-    AutoModelForSequenceClassification.from_pretrained(folder).save_pretrained(saved)
-    capsys.readouterr()
-    assert main(["import-hf", str(saved), str(tmp_path / "saved.pt")]) == 0
-    assert "not in the folder, so fresh: encoder.lm_head.bias" in capsys.readouterr().out
-    state = torch.load(tmp_path / "saved.pt", weights_only=True)["model"]
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, state[name]) or name.startswith("encoder.lm_head."), name
-
-
-def test_training_in_transformers(exported, tmp_path):
-    pytest.importorskip("accelerate")
-    from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
-
-    _, folder, _ = exported
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    classifier = AutoModelForSequenceClassification.from_pretrained(folder)
-    texts = ["bado kemi", "ranu", "vute si te", "po"] * 2
-    rows = [{**tokenizer(text), "labels": number % 2} for number, text in enumerate(texts)]
-    arguments = TrainingArguments(str(tmp_path), max_steps=3, per_device_train_batch_size=4, report_to=[], use_cpu=True,
-                                  learning_rate=1e-3, save_strategy="no", disable_tqdm=True)  # fmt: skip
-    trainer = Trainer(classifier, arguments, train_dataset=rows, data_collator=DataCollatorWithPadding(tokenizer))
-    before = {name: value.clone() for name, value in classifier.state_dict().items()}
-    loss = trainer.train().training_loss
-    assert 0 < loss < 10
-    moved = {name for name, value in classifier.state_dict().items() if not torch.equal(value, before[name])}
-    assert {"classifier.out_proj.weight", "tupe.sentence_encoder.positional_bias.untied.embedding.weight",
-            "tupe.sentence_encoder.positional_bias.relative.weight"} <= moved  # fmt: skip
-
-
-def test_losses(exported):
-    _, folder, _ = exported
-    tokens, mask = padded_tokens()
-    lm = AutoModelForMaskedLM.from_pretrained(folder)
-    labels = tokens.masked_fill(mask == 0, -100)
-    output = lm(tokens, mask, labels=labels)
-    expected = torch.nn.functional.cross_entropy(output.logits[mask.bool()], tokens[mask.bool()])
-    close(output.loss, expected)
-    classifier = AutoModelForSequenceClassification.from_pretrained(folder)
-    targets = torch.tensor([0, 1, 1])
-    output = classifier(tokens, mask, labels=targets)
-    close(output.loss, torch.nn.functional.cross_entropy(output.logits, targets))
-    assert lm(tokens, return_dict=False)[0].shape == (3, 11, lm.config.vocab_size)
-
-
-def test_a_fresh_head_starts_as_in_fairseq(exported):
-    _, folder, _ = exported
-    classifier = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3, ignore_mismatched_sizes=True)
-    width = classifier.config.hidden_size
-    bound = 1 / width**0.5
-    assert classifier.classifier.out_proj.weight.abs().max() <= bound
-    assert classifier.classifier.out_proj.weight.std() > 0.3 * bound  # and not N(0, 0.02)
-
-
-def test_regression(tmp_path):
-    model = small_model()
-    model.register_classification_head(HEAD, num_classes=1)
-    path = write_checkpoint(tmp_path / "checkpoint.pt", model.eval(), ["unused"], criterion="tupe_sentence_prediction",
-                            regression_target=True, num_classes=1)  # fmt: skip
-    assert main(["export-hf", "--no-tokenizer", str(path), str(tmp_path / "hf")]) == 0
-    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
-    tokens, mask = padded_tokens()
-    output = loaded(tokens, mask, labels=torch.tensor([0.1, 0.2, 0.3]))
-    close(output.logits, model(tokens, classification_head_name=HEAD)[0])
-    close(output.loss, ((output.logits[:, 0] - torch.tensor([0.1, 0.2, 0.3])) ** 2).mean())
-    assert main(["import-hf", str(tmp_path / "hf"), str(tmp_path / "back.pt")]) == 0
-    assert torch.load(tmp_path / "back.pt", weights_only=True)["cfg"]["criterion"]["regression_target"] is True
-
-
-def test_model_card_and_inspection(exported, capsys):
-    _, folder, _ = exported
-    card = (folder / "README.md").read_text()
-    for part in ("# TUPE-R", "AutoModelForSequenceClassification", "| updates | 7 |", "best loss: 3.5", "arxiv.org/abs/2006.15595"):
-        assert part in card
-    assert main(["inspect", "--json", str(folder)]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["variant"] == "TUPE-R"
-    assert facts["labels"] == {"0": "entailment", "1": "not_entailment"}
-
-
-def test_refusals(exported, tmp_path, capsys):
-    _, folder, _ = exported
-    path = write_checkpoint(tmp_path / "checkpoint.pt", small_model())
-    for arguments, expected in (
-        (["export-hf", str(path), str(folder)], "no tokenizer found"),
-        (["export-hf", "--no-tokenizer", str(path), str(folder)], "exists already"),
-        (["export-hf", "--no-tokenizer", "--head", "x", str(path), str(tmp_path / "o")], "has no classification head x, but none"),
-        (["export-hf", str(folder), str(tmp_path / "o")], "transformers folder"),
-        (["import-hf", str(tmp_path), str(tmp_path / "o")], "no config.json there"),
-    ):
-        assert main(arguments) == 1
-        assert expected in capsys.readouterr().err
-    torch.save({"model": {"encoder.x": torch.ones(1)}, "cfg": {"model": {"_name": "roberta"}}}, path)
-    assert main(["export-hf", "--no-tokenizer", str(path), str(tmp_path / "o")]) == 1
-    assert "fairseq's, model roberta" in capsys.readouterr().err
-    assert not (tmp_path / "o").exists()
-    config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "roberta"}))
-    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    assert main(["import-hf", str(tmp_path), str(tmp_path / "o")]) == 1
-    assert "a model of type roberta, expected tupe" in capsys.readouterr().err
-
-
 def test_auto_classes(exported):
     _, folder, _ = exported
     assert type(AutoModel.from_pretrained(folder)).__module__ == "fairseq_tupe.interop.hf.modeling_tupe"
     filled = pipeline("fill-mask", model=str(folder), tokenizer=str(folder))("bado <mask>.")
     assert len(filled) == 5
-    assert mapping.SIGNATURE == "encoder.positional_signature"
-    assert small_dictionary().index("<mask>") == 24

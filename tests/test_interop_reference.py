@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from fairseq_processes import USER_DIR, run_many
 from golden_data import GOLDEN, VARIANTS, GoldenModel, reference_dictionary
 
 from fairseq_tupe.__main__ import main
+from fairseq_tupe.data.sentence_pairs import load_indexed
 from fairseq_tupe.errors import TupeError
 from fairseq_tupe.interop import reference_checkpoint
 from fairseq_tupe.interop.reference import build_reference_model, convert_name, load_reference_checkpoint
@@ -63,7 +65,7 @@ def finished(reference_run, tmp_path_factory):
     results = {}
     for program in ("fairseq-validate", "fairseq-train"):
         chosen = {name: case for name, case in cases.items() if case[0] == program}
-        results.update(zip(chosen, run_many(folder / program, list(chosen.values())), strict=True))
+        results.update(zip(chosen, run_many(folder / program, list(chosen.values()), timeout=900), strict=True))
     return results
 
 
@@ -140,7 +142,8 @@ def test_moments_belong_to_their_parameters(reference_run):
     moments = {name: converted[number]["exp_avg_sq"] for number, name in enumerate(squares)}
     matrices = [name for name, value in squares.items() if value.dim() == 2]
     for name in matrices:
-        likeness = {other: alike(squares[name], moments[other]) for other in matrices if moments[other].shape == squares[name].shape}
+        same_shape = [other for other in matrices if moments[other].shape == squares[name].shape]
+        likeness = {other: alike(squares[name], moments[other]) for other in same_shape}
         assert max(likeness, key=likeness.get) == name, likeness
         assert likeness[name] > 0.4
 
@@ -220,3 +223,36 @@ def test_other_checkpoints_are_left_alone():
     untouched = {"model": {"encoder.sentence_encoder.embed_tokens.weight": torch.ones(2, 2)}, "args": None, "cfg": {}}
     assert reference_checkpoint.upgrade_state(lambda state: state, untouched) is untouched
     assert GOLDEN.is_dir()
+
+
+@pytest.fixture
+def tokenizer_folder(reference_run, tmp_path):
+    """The run's sentencepiece model as our tokenizer."""
+    from fairseq_tupe.data.cleaning import CleaningOptions
+    from fairseq_tupe.data.tokenizer import write_manifest
+
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    shutil.copy(reference_run / "spm.model", folder)
+    shutil.copy(reference_run / "data-bin" / "dict.txt", folder)
+    write_manifest(folder, CleaningOptions(), {})
+    return folder
+
+
+def test_from_pretrained(reference_run, tokenizer_folder):
+    from fairseq_tupe.models.tupe_roberta import TupeRobertaModel
+
+    folder = tokenizer_folder.parent
+    for name in ("tupe_r", "tupe_r_sst2"):
+        shutil.copy(reference_run / f"{name}.checkpoint_last.pt", folder / f"{name}.pt")
+    hub = TupeRobertaModel.from_pretrained(str(folder), "tupe_r.pt", str(folder))
+    line = (reference_run / "valid.txt").read_text("utf-8").split("\n")[0]
+    # the first validation sentence as the original binarized it, from the dictionary with three more specials
+    rows = load_indexed(reference_run / "data-bin" / "valid", hub.dictionary)
+    assert hub.encode(line)[1:].tolist() == rows[0].tolist()
+    assert len(hub.fill_mask("she was very <mask>.")) == 5
+    hub = TupeRobertaModel.from_pretrained(str(folder), "tupe_r_sst2.pt", str(folder))
+    recorded = torch.load(reference_run / "tupe_r_sst2.dev_logits.pt", weights_only=True)
+    with torch.no_grad():
+        logits = hub.predict("sentence_classification_head", recorded["src_tokens"][3], return_logits=True)
+    torch.testing.assert_close(logits[0], recorded["logits"][3], rtol=0, atol=1e-4)

@@ -123,7 +123,7 @@ def test_what_is_no_checkpoint_is_called_what_it_is(file):
     assert "a zip archive of word/document.xml" in refusal(file)
     torch.jit.script(torch.nn.Linear(2, 2)).save(str(file))
     assert "a TorchScript program, which is code" in refusal(file)
-    assert "no such file" in refusal(file.with_name("missing.pt"))
+    assert "the checkpoint does not exist" in refusal(file.with_name("missing.pt"))
     assert "is a folder; pass a file in it: checkpoint.pt" in refusal(file.parent)
     (file.parent / "config.json").write_text("{}")
     assert "is a transformers folder: run python -m fairseq_tupe import-hf" in refusal(file.parent)

@@ -18,7 +18,7 @@ SIGNATURE = "encoder.positional_signature"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    parser.add_argument("file", help="checkpoint of this project, of the original repository or of fairseq; or an exported folder")
+    parser.add_argument("file", help="checkpoint of this project, of the original or of fairseq; or an exported folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
 
 
@@ -56,8 +56,8 @@ def inspect_file(path: str | Path) -> dict[str, Any]:
 
 def inspect_checkpoint(state: dict) -> dict[str, Any]:
     """Facts about a loaded checkpoint of fairseq, the original's included."""
-    from fairseq_tupe.interop.reference_checkpoint import convert_args
     from fairseq_tupe.interop.reference import convert_state_dict
+    from fairseq_tupe.interop.reference_checkpoint import convert_args
 
     model = state["model"]
     if is_reference(state):
@@ -154,7 +154,8 @@ def _exported_folder(folder: Path) -> dict:
     except ValueError as error:
         raise TupeError(f"{folder}: config.json or model.safetensors is damaged ({error})") from error
     header.pop("__metadata__", None)
-    facts = {"format": f"transformers folder, model type {config.get('model_type')}, {', '.join(config.get('architectures') or [])}"}
+    architectures = ", ".join(config.get("architectures") or [])
+    facts = {"format": f"transformers folder, model type {config.get('model_type')}, {architectures}"}
     for label, option in (
         *(("variant", "variant"), ("layers", "num_hidden_layers"), ("width", "hidden_size")),
         *(("feed-forward width", "intermediate_size"), ("attention heads", "num_attention_heads")),

@@ -8,13 +8,12 @@ import argparse
 import logging
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from fairseq_tupe.errors import TupeError
-from fairseq_tupe.interop.reference import SENTENCE_ENCODER, convert_name, convert_state_dict, is_reference, reference_settings
+from fairseq_tupe.interop.reference import convert_name, convert_state_dict, is_reference, reference_settings
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +46,10 @@ def describe(state: dict) -> str:
     ]
     kind = f"fine-tuned, with {', '.join(heads)}" if heads else "pretrained"
     optimizer = state.get("last_optimizer_state")
+    variant = "TUPE-R" if getattr(args, "rel_pos", False) else "TUPE-A"
     flat = "; its optimizer state is of --fp16" if optimizer and is_flat(optimizer, state["model"]) else ""
     return (
-        f"checkpoint of the original TUPE repository, read as it is: {'TUPE-R' if getattr(args, 'rel_pos', False) else 'TUPE-A'}, "
+        f"checkpoint of the original TUPE repository, read as it is: {variant}, "
         f"{kind}, {args.encoder_layers} layers of width {args.encoder_embed_dim}, {updates:,} updates, its dictionary "
         f"with <file>, <email> and <url> (--reference-dictionary){flat}"
     )

@@ -83,7 +83,7 @@ def explain_failure(path: str | Path, error: BaseException | None = None) -> str
     """One line: which file, what it is, what to do. ``error`` is what loading it raised."""
     path = Path(path)
     if not path.exists():
-        return f"{path}: no such file; checkpoint does not exist"
+        return f"{path}: the checkpoint does not exist"
     if path.is_dir():
         return f"{path}: {_folder(path)}"
     if path.stat().st_size == 0:
@@ -123,7 +123,7 @@ def explain_contents(state: Any) -> str | None:
     if any(".encoder.layer." in name or name.startswith(("tupe.", "roberta.", "bert.")) for name in names):
         return (
             f"is a transformers file ({len(names)} weights such as {names[0]}): for one that export-hf wrote run "
-            "python -m fairseq_tupe import-hf FOLDER OUT.pt; for a RoBERTa or BERT use --init-from"
+            "python -m fairseq_tupe import-hf FOLDER OUT.pt; weights of other models than TUPE can't be used"
         )
     return (
         f"is a state dict alone ({len(names)} weights such as {names[0]}), without the settings they belong to: pass the whole "

@@ -76,7 +76,8 @@ def require_transformers(command: str) -> None:
         import safetensors  # noqa: F401
         import transformers  # noqa: F401
     except ImportError as error:
-        raise TupeError(f"{command} needs transformers and safetensors ({error}): pip install transformers safetensors") from error
+        cure = "pip install transformers safetensors"
+        raise TupeError(f"{command} needs transformers and safetensors ({error}): {cure}") from error
 
 
 def read_checkpoint(path: str, head: str | None = None) -> dict[str, Any]:
@@ -99,7 +100,8 @@ def read_checkpoint(path: str, head: str | None = None) -> dict[str, Any]:
     model = state["model"]
     if mapping.SIGNATURE not in model:
         raise TupeError(f"{path}: {facts['format']}; only checkpoints of tupe_roberta can be exported")
-    cfg = state["cfg"] if isinstance(state["cfg"], dict) else OmegaConf.to_container(state["cfg"], resolve=True, enum_to_str=True)
+    cfg = state["cfg"]
+    cfg = cfg if isinstance(cfg, dict) else OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
     settings = OmegaConf.to_container(OmegaConf.structured(TupeRobertaConfig), resolve=False, enum_to_str=True)
     settings.update({name: value for name, value in cfg["model"].items() if name in settings})
     heads = classification_heads(model)

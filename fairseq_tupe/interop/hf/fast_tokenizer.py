@@ -82,7 +82,8 @@ def merges(processor: Any) -> Iterator[tuple[str, str]]:
     known = {piece: rank for rank, piece in enumerate(pieces)}
     for piece in pieces:
         pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-        yield from sorted((pair for pair in pairs if pair[0] in known and pair[1] in known), key=lambda p: (known[p[0]], known[p[1]]))
+        pairs = [pair for pair in pairs if pair[0] in known and pair[1] in known]
+        yield from sorted(pairs, key=lambda pair: (known[pair[0]], known[pair[1]]))
 
 
 # --- sentencepiece's ModelProto, as far as needed; the protobuf package would be one more dependency for three fields ----

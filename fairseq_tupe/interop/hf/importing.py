@@ -108,7 +108,7 @@ def _read(folder: Path) -> tuple[dict, dict]:
     except (ValueError, SafetensorError) as error:
         raise TupeError(f"{folder}: config.json or model.safetensors is damaged ({error})") from error
     if config.get("model_type") != "tupe":
-        raise TupeError(f"{folder}: a model of type {config.get('model_type')}, expected tupe; for a RoBERTa or BERT use --init-from")
+        raise TupeError(f"{folder}: a model of type {config.get('model_type')}, expected tupe, which export-hf writes")
     return config, weights
 
 

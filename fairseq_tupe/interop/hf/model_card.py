@@ -36,7 +36,8 @@ def model_card(checkpoint: dict[str, Any], has_tokenizer: bool) -> str:
     hidden = {"file", "format", "optimizer"}
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items() if name not in hidden)
     training = "\n".join(f"| {name} | {value} |" for name, value in _training(checkpoint["cfg"])) or "| unknown | |"
-    metrics = [f"{name}: {value}" for name, value in facts.items() if name.startswith(("best ", "last "))]
+    metrics = "; ".join(f"{name}: {value}" for name, value in facts.items() if name.startswith(("best ", "last ")))
+    evaluation = f"On the validation data of the training run: {metrics}." if metrics else "The checkpoint records no metric."
     return f"""---
 library_name: transformers
 pipeline_tag: {"text-classification" if classifies else "fill-mask"}
@@ -72,7 +73,7 @@ cleans text as the training text was cleaned. Stock BERT and RoBERTa classes can
 
 ## Evaluation
 
-{("On the validation data of the training run: " + "; ".join(metrics) + ".") if metrics else "No metric is recorded in the checkpoint."}
+{evaluation}
 
 ## Intended use and limits
 

@@ -84,7 +84,7 @@ class TupeModel(TupePreTrainedModel):
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("TUPE needs input_ids; inputs_embeds are not supported, since padding is found by its id")
         if position_ids is not None or (token_type_ids is not None and token_type_ids.any()):
-            raise ValueError("TUPE has no position_ids and no token_type_ids: positions follow from the order, segments from </s>")
+            raise ValueError("TUPE has no position_ids and no token_type_ids: order gives positions, </s> the segments")
         if output_attentions:
             raise ValueError("TUPE does not return attention probabilities (output_attentions)")
         self._check_first_column(input_ids, attention_mask)

@@ -12,7 +12,7 @@ NAMES_IN_TEXT = ("<s>", "<pad>", "</s>", "<unk>")
 
 
 class TupeTokenizer(PreTrainedTokenizerFast):
-    """Cleans text in Python, then lets the Rust tokenizer cut it; ``A`` becomes ``<s> A </s>``, a pair ``<s> A </s> </s> B </s>``.
+    """Cleans text in Python, then lets the Rust tokenizer cut it: ``<s> A </s>``, and for a pair ``<s> A </s> </s> B </s>``.
 
     ``<mask>`` in a text is the mask. Other special tokens written out in a text are ordinary text, as they are when data are
     prepared. Offsets are into the cleaned text, in which blanks are ``\u2581`` and the first word has one before it.
