@@ -33,7 +33,11 @@ def main(argv=None) -> int:
     for name, (module, help_line) in COMMANDS.items():
         sub = subparsers.add_parser(name, help=help_line, description=help_line)
         if name == wanted:  # import one command only: others may need packages that are not here
-            command = importlib.import_module(module)
+            try:
+                command = importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                print(f"fairseq_tupe: error: {error.name} is missing; run: bash scripts/setup.sh", file=sys.stderr)
+                return 1
             command.add_arguments(sub)
             sub.set_defaults(run=command.run)
     args = parser.parse_args(argv)

@@ -8,6 +8,7 @@ from fairseq_tupe.models.encoder_adapter import positional_signature
 from fairseq_tupe.modules.sentence_encoder import POSITION_ENCODINGS
 
 SIGNATURE = "encoder.positional_signature"
+DICTIONARY_SIGNATURE = "encoder.dictionary_signature"
 ENCODER = "encoder.sentence_encoder."
 # key below ENCODER -> [(axis, option)]
 SIZES = {
@@ -31,6 +32,8 @@ def describe_signature(signature: Any) -> tuple[str, str]:
 def check_state_dict(model: Any, state_dict: dict, prefix: str) -> None:
     """Compare a checkpoint's weights with the model they are meant for.
 
+    Weights that came from elsewhere may not know their dictionary: they take the model's.
+
     Raises:
         TupeError: naming the options to change and the keys that are missing or left over.
     """
@@ -39,6 +42,7 @@ def check_state_dict(model: Any, state_dict: dict, prefix: str) -> None:
         raise TupeError(
             f"not a checkpoint of tupe_roberta: it has no {SIGNATURE}, but keys such as {next(iter(state_dict), 'none at all')}"
         )
+    state_dict.setdefault(prefix + DICTIONARY_SIGNATURE, ours[prefix + DICTIONARY_SIGNATURE])
     problems = _different_variant(model.cfg, state_dict[prefix + SIGNATURE])
     problems += _different_sizes(ours, state_dict, prefix)
     missing, extra = sorted(ours.keys() - state_dict.keys()), sorted(state_dict.keys() - ours.keys())
@@ -78,6 +82,11 @@ def _different_sizes(ours: dict, theirs: dict, prefix: str) -> list[str]:
     if rows[0] != rows[1]:
         problems.append(
             f"its dictionary has {rows[0]} types and the data's dictionary {rows[1]}: use data prepared with its tokenizer"
+        )
+    elif not theirs[prefix + DICTIONARY_SIGNATURE].equal(ours[prefix + DICTIONARY_SIGNATURE].cpu()):
+        problems.append(
+            f"its dictionary and the data's have {rows[0]} types each, but not the same ones in the same order: use data "
+            "prepared with its tokenizer"
         )
     for key, option in NORMS.items():
         there, here = (prefix + ENCODER + key in state for state in (theirs, ours))

@@ -7,6 +7,7 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 
 from fairseq_tupe.errors import TupeError
 from fairseq_tupe.modules.encoder_layer import ACTIVATIONS
+from fairseq_tupe.modules.positional_bias import check_buckets
 from fairseq_tupe.modules.sentence_encoder import POSITION_ENCODINGS
 
 ACTIVATION_CHOICES = ChoiceEnum(list(ACTIVATIONS))
@@ -124,6 +125,7 @@ def check_config(cfg: Any) -> None:
     ):
         if getattr(cfg, name) < 1:
             raise TupeError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(cfg, name)}")
+    check_buckets(cfg.rel_pos_bins, cfg.max_rel_pos)
     for name in ("dropout", "attention_dropout", "activation_dropout", "pooler_dropout"):
         if not 0 <= getattr(cfg, name) < 1:
             raise TupeError(f"--{name.replace('_', '-')} must be in [0, 1), got {getattr(cfg, name)}")

@@ -1,5 +1,6 @@
 """From fairseq's configuration and dictionary to the plain modules; the last place where a configuration is seen."""
 
+import hashlib
 from typing import Any
 
 import torch
@@ -20,6 +21,15 @@ def positional_signature(cfg: Any) -> torch.Tensor:
     bins, distance = (cfg.rel_pos_bins, cfg.max_rel_pos) if cfg.rel_pos else (0, 0)
     values = [encoding, int(cfg.rel_pos), int(has_cls_rule(cfg)), bins, distance, cfg.encoder_attention_heads]
     return torch.tensor(values, dtype=torch.int64)
+
+
+def dictionary_signature(dictionary: Any) -> torch.Tensor:
+    """Two integers from the sha256 of all symbols in order; stored in every checkpoint.
+
+    Data of another tokenizer with as many pieces would otherwise load, and mean something else.
+    """
+    digest = hashlib.sha256("\n".join(dictionary.symbols).encode("utf-8", "surrogatepass")).digest()
+    return torch.tensor([int.from_bytes(digest[start : start + 8], "big", signed=True) for start in (0, 8)])
 
 
 class TupeRobertaEncoder(FairseqEncoder):
@@ -50,6 +60,7 @@ class TupeRobertaEncoder(FairseqEncoder):
         self.lm_head = LanguageModelHead(self.sentence_encoder.embed_tokens, str(cfg.activation_fn))
         self.lm_head.dense.apply(init_bert_parameters)
         self.register_buffer("positional_signature", positional_signature(cfg))
+        self.register_buffer("dictionary_signature", dictionary_signature(dictionary))
 
     def forward(self, src_tokens, features_only=False, return_all_hiddens=False, masked_tokens=None, **unused):
         """Logits (B, T, V), or of the masked tokens only, or features (B, T, C); and ``{"inner_states": ...}``.

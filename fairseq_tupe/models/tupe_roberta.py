@@ -57,9 +57,13 @@ class TupeRobertaModel(FairseqEncoderModel):
         """See :meth:`TupeRobertaEncoder.forward`; with ``classification_head_name`` the first result is (B, classes).
 
         Raises:
-            TupeError: the input is longer than ``max_positions``; features are asked for and column 0 is not ``<s>`` while
-                the [CLS] rule is on. (Pretraining is free of the second check: its masking may hit column 0 too.)
+            TupeError: the input is empty or longer than ``max_positions``; there is no such head; features are asked for and
+                column 0 is not ``<s>`` while the [CLS] rule is on. (Pretraining is free of that check: its masking may hit
+                column 0 too.)
         """
+        if classification_head_name is not None and classification_head_name not in self.classification_heads:
+            known = ", ".join(self.classification_heads) or "none"
+            raise TupeError(f'no classification head "{classification_head_name}" in this model; it has: {known}')
         features_only = features_only or classification_head_name is not None
         if features_only and self._check_first_token:
             self._require_bos(src_tokens)
@@ -88,7 +92,7 @@ class TupeRobertaModel(FairseqEncoderModel):
                 "reset the position of an ordinary word; pass --init-token 0, or --tie-cls for a model without the rule"
             )
 
-    def register_classification_head(self, name: str, num_classes: int | None = None, inner_dim=None, **unused):
+    def register_classification_head(self, name: str, num_classes: int, inner_dim: int | None = None, **unused):
         """Add a head of ``num_classes`` outputs on the features of ``<s>``, with torch's default initialisation."""
         inner_dim = inner_dim or self.cfg.encoder_embed_dim
         if name in self.classification_heads:

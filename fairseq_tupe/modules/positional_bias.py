@@ -33,6 +33,17 @@ def relative_position_bucket(distance: Tensor, num_bins: int, max_distance: int)
     return torch.where(magnitude < exact, magnitude, logarithmic) + (distance > 0).long() * half
 
 
+def check_buckets(num_bins: int, max_distance: int) -> None:
+    """Refuse, by a TupeError, numbers that :func:`relative_position_bucket` can't work with."""
+    if num_bins % 2 or num_bins < 4:
+        raise TupeError(f"--rel-pos-bins must be an even number of at least 4 (half for each direction), got {num_bins}")
+    if max_distance <= num_bins // 4:
+        raise TupeError(
+            f"--max-rel-pos must be larger than a quarter of --rel-pos-bins ({num_bins} // 4 = {num_bins // 4}), "
+            f"got {max_distance}"
+        )
+
+
 def reset_cls(bias: Tensor, first_row: Tensor, first_column: Tensor) -> Tensor:
     """The paper's equation 10: everything [CLS] (token 0) takes part in gets one learned value instead of a position's.
 
@@ -85,13 +96,7 @@ class RelativeBias(nn.Module):
 
     def __init__(self, num_heads: int, num_bins: int, max_distance: int):
         super().__init__()
-        if num_bins % 2 or num_bins < 4:
-            raise TupeError(f"--rel-pos-bins must be an even number of at least 4 (half for each direction), got {num_bins}")
-        if max_distance <= num_bins // 4:
-            raise TupeError(
-                f"--max-rel-pos must be larger than a quarter of --rel-pos-bins ({num_bins} // 4 = {num_bins // 4}), "
-                f"got {max_distance}"
-            )
+        check_buckets(num_bins, max_distance)
         self.num_bins = num_bins
         self.max_distance = max_distance
         self.weight = nn.Parameter(torch.empty(num_bins + 1, num_heads))

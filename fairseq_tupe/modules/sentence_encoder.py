@@ -107,6 +107,8 @@ class SentenceEncoder(nn.Module):
         length = tokens.size(1)
         if length > self.max_positions:
             raise TupeError(f"input of {length} tokens is longer than max_positions = {self.max_positions}")
+        if length == 0:
+            raise TupeError("input of 0 tokens: every row begins with <s>")
         padding_mask = tokens.eq(self.padding_idx)
         if tokens.device.type == "cpu" and not padding_mask.any():  # elsewhere the question costs a synchronisation
             padding_mask = None
