@@ -102,7 +102,7 @@ def test_damage_names_the_checkpoint_to_go_on_from(file):
     file.write_bytes(b"")
     message = refusal(file)
     assert "empty, 0 bytes" in message
-    assert f"go on from {file.with_name('checkpoint_1_500.pt')}" in message
+    assert f"use {file.with_name('checkpoint_1_500.pt')}" in message
 
 
 def test_what_is_no_checkpoint_is_called_what_it_is(file):

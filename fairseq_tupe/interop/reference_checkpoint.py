@@ -167,10 +167,10 @@ class _DictionaryOfSize:
     """As much of a dictionary as building a model takes."""
 
     def __init__(self, model: dict):
-        self.size = len(model["encoder.sentence_encoder.embed_tokens.weight"])
+        self.symbols = [str(row) for row in range(len(model["encoder.sentence_encoder.embed_tokens.weight"]))]
 
     def __len__(self) -> int:
-        return self.size
+        return len(self.symbols)
 
     def pad(self) -> int:
         return 1

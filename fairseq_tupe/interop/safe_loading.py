@@ -126,8 +126,8 @@ def explain_contents(state: Any) -> str | None:
             "python -m fairseq_tupe import-hf FOLDER OUT.pt; weights of other models than TUPE can't be used"
         )
     return (
-        f"is a state dict alone ({len(names)} weights such as {names[0]}), without the settings they belong to: pass the whole "
-        "checkpoint that fairseq-train wrote (a dictionary with model, and cfg or args)"
+        f"is a state dict alone ({len(names)} weights such as {names[0]}), not a checkpoint: the settings they belong to are "
+        "missing; pass the whole file that fairseq-train wrote (a dictionary with model, and cfg or args)"
     )
 
 
@@ -142,7 +142,7 @@ def _contents_of_readable(path: Path) -> str | None:
 def _damaged(path: Path, what: str) -> str:
     others = sorted(path.parent.glob("*.pt"), key=os.path.getmtime, reverse=True)
     whole = next((str(other) for other in others if other != path and zipfile.is_zipfile(other)), None)
-    cure = f"go on from {whole} (--restore-file)" if whole else "copy or download it again; no other checkpoint lies beside it"
+    cure = f"use {whole} (--restore-file, or --path)" if whole else "copy it again; no other checkpoint lies beside it"
     return f"{path}: the checkpoint is damaged or cut short ({what}): {cure}"
 
 

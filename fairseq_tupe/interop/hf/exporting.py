@@ -123,6 +123,7 @@ def read_checkpoint(path: str, head: str | None = None) -> dict[str, Any]:
         "head": head,
         "labels": labels,
         "num_updates": history.get("num_updates", 0),
+        "dictionary_signature": model[mapping.DICTIONARY_SIGNATURE].tolist() if mapping.DICTIONARY_SIGNATURE in model else None,
     }
     return {
         "path": path,

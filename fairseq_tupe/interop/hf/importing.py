@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from fairseq_tupe.errors import TupeError
 from fairseq_tupe.interop.convert import require_fairseq, save_new
 from fairseq_tupe.interop.hf.exporting import TOKENIZER_FILES, require_transformers
@@ -58,6 +60,8 @@ def read_folder(folder: Path) -> tuple[dict, list[str]]:
     settings = {**vars(TupeRobertaConfig()), **mapping.fairseq_settings(config)}
     settings = {name: value for name, value in settings.items() if not name.startswith("_")}
     model[mapping.SIGNATURE] = positional_signature(SimpleNamespace(**settings))
+    if saved.get("dictionary_signature"):
+        model[mapping.DICTIONARY_SIGNATURE] = torch.tensor(saved["dictionary_signature"], dtype=torch.int64)
     notes = _fill_language_head(model, settings)
     regression = config.get("problem_type") == "regression"
     options = {
@@ -114,8 +118,6 @@ def _read(folder: Path) -> tuple[dict, dict]:
 
 def _fill_language_head(model: dict, settings: dict) -> list[str]:
     """transformers saves no language model head with a classifier, but our model always has one."""
-    import torch
-
     from fairseq_tupe.modules.heads import LanguageModelHead
     from fairseq_tupe.modules.sentence_encoder import init_bert_parameters
 

@@ -26,6 +26,7 @@ SETTINGS = {
     "encoder_normalize_before": "normalize_before",
 }
 SIGNATURE = "encoder.positional_signature"
+DICTIONARY_SIGNATURE = "encoder.dictionary_signature"
 ENCODER, LM_HEAD, HEADS = "encoder.sentence_encoder.", "encoder.lm_head.", "classification_heads."
 TIED = "lm_head.weight"
 
