@@ -16,6 +16,10 @@ COMMANDS = {
     "prepare-glue-data": ("fairseq_tupe.data.glue_preparation", "tokenize and binarize GLUE tasks"),
     "finetune-flags": ("fairseq_tupe.data.glue_recipes", "print the fairseq-train flags of a GLUE task"),
     "plot-positions": ("fairseq_tupe.plots", "draw the learned positional correlations of a checkpoint"),
+    "convert": ("fairseq_tupe.interop.convert", "write a checkpoint of the original repository in today's format"),
+    "inspect": ("fairseq_tupe.interop.inspection", "say what a checkpoint is, without running code from it"),
+    "export-hf": ("fairseq_tupe.interop.hf.exporting", "write a checkpoint as a folder for Hugging Face transformers"),
+    "import-hf": ("fairseq_tupe.interop.hf.importing", "write such a folder as a fairseq checkpoint"),
     "quickstart-report": ("fairseq_tupe.quickstart_report", "print the quickstart's table and draw its plots"),
 }
 

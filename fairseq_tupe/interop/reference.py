@@ -8,9 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from fairseq_tupe.errors import TupeError
+from fairseq_tupe.interop.safe_loading import load_training_checkpoint
 
 SENTENCE_ENCODER = "decoder.sentence_encoder."
 # below the sentence encoder: prefix there -> prefix here
@@ -32,19 +31,23 @@ SAME_NAME = (
 )
 
 
+def is_reference(state: Any) -> bool:
+    """Whether a loaded file is a checkpoint of the original; its code has no other position encoding than the untied one."""
+    return (
+        isinstance(state, dict)
+        and isinstance(state.get("args"), argparse.Namespace)
+        and SENTENCE_ENCODER + "pos.weight" in (state.get("model") or ())
+    )
+
+
 def load_reference_checkpoint(path: str | Path) -> dict:
     """Read a checkpoint of the original without running code from it.
 
     Raises:
         TupeError: the file is not one.
     """
-    from fairseq.logging import meters
-
-    # the original's fairseq kept its meters in another module
-    old_names = [(getattr(meters, name), f"fairseq.meters.{name}") for name in ("AverageMeter", "TimeMeter", "StopwatchMeter")]
-    with torch.serialization.safe_globals([argparse.Namespace, *old_names]):
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(state, dict) or not any(key.startswith(SENTENCE_ENCODER + "pos") for key in state.get("model", ())):
+    state = load_training_checkpoint(path)
+    if not is_reference(state):
         raise TupeError(f"{path}: not a checkpoint of the original TUPE repository (no {SENTENCE_ENCODER}pos.weight in it)")
     return state
 
