@@ -128,6 +128,11 @@ class PositionalBias(nn.Module):
 
     def forward(self, length: int) -> Tensor | None:
         """(H, length, length), or None where there is neither part."""
+        device = next(self.parameters(), torch.empty(0)).device.type
+        with torch.autocast(device, enabled=False):  # autocast would round the correlations
+            return self._build(length)
+
+    def _build(self, length: int) -> Tensor | None:
         bias = first_row = first_column = None
         if self.untied is not None:
             query, key = self.untied(length)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_tupe.errors import TupeError
+from fairseq_tupe.modules.dropout import Dropout
 from fairseq_tupe.modules.encoder_layer import EncoderLayer
 from fairseq_tupe.modules.positional_bias import PositionalBias, RelativeBias, UntiedPositions
 
@@ -40,6 +41,7 @@ class SentenceEncoder(nn.Module):
         embedding_normalize: LayerNorm on the embedding sum.
         normalize_before: pre-norm layers and a LayerNorm after the last one.
         dropout, attention_dropout, activation_dropout, activation: see :class:`EncoderLayer`.
+        attention_backend: one of ``attention_backends.selection.CHOICES``.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class SentenceEncoder(nn.Module):
         attention_dropout: float = 0.1,
         activation_dropout: float = 0.0,
         activation: str = "gelu",
+        attention_backend: str = "auto",
     ):
         super().__init__()
         if embed_dim % num_heads:
@@ -75,7 +78,7 @@ class SentenceEncoder(nn.Module):
         self.embed_tokens = nn.Embedding(vocabulary, embed_dim, padding_idx)
         self.embed_positions = nn.Embedding(max_positions, embed_dim) if position_encoding == "absolute" else None
         self.layernorm_embedding = nn.LayerNorm(embed_dim) if embedding_normalize else None
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout, attention_backend)
         untied = UntiedPositions(embed_dim, num_heads, max_positions) if position_encoding.startswith("untied") else None
         relative = None if relative_bins is None else RelativeBias(num_heads, relative_bins, relative_max_distance)
         # BERT-A^d feeds its positions to the queries and keys, not to the bias
@@ -92,6 +95,7 @@ class SentenceEncoder(nn.Module):
                 activation=activation,
                 normalize_before=normalize_before,
                 terms=POSITION_ENCODINGS[position_encoding],
+                backend=attention_backend,
             )
             for _ in range(num_layers)
         )
