@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fairseq_tupe.modules.attention_backends.selection import select_backend
+from fairseq_tupe.modules.attention_backends.selection import BACKENDS, select_backend
 
 
 class BiasedSelfAttention(nn.Module):
@@ -56,5 +56,5 @@ class BiasedSelfAttention(nn.Module):
             padding_mask = padding_mask.to(torch.bool)
         dropout = self.dropout if self.training else 0.0
         bias_gradient = bias is not None and bias.requires_grad and torch.is_grad_enabled()
-        attend = select_backend(self.backend, x.device.type, qkv.dtype, dropout > 0, bias_gradient)
-        return self.out_proj(attend(qkv, bias, padding_mask, self.scale, dropout))
+        name = select_backend(self.backend, x.device.type, qkv.dtype, dropout > 0, bias_gradient)
+        return self.out_proj(BACKENDS[name](qkv, bias, padding_mask, self.scale, dropout))

@@ -11,6 +11,8 @@ def sdpa_attention(qkv: Tensor, bias: Tensor | None, padding: Tensor | None, sca
     query, key, value = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, d) each
     mask = None if bias is None else bias.to(query.dtype).unsqueeze(0)  # (1, H, T, T)
     if padding is not None:
+        # where nothing is visible the hidden logits must not pass a gradient on, as they don't in the eager form
+        query = query.masked_fill(padding.all(dim=1)[:, None, None, None], 0.0)
         hidden, lowest = padding[:, None, None, :], torch.finfo(query.dtype).min
         if mask is None:
             mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill(hidden, lowest)

@@ -22,12 +22,17 @@ BACKENDS: dict[str, Callable[..., Tensor]] = {
 CHOICES = ("auto", *BACKENDS)
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # torch.compile asks once, while tracing
 def fused_refusal(device: str, dtype: torch.dtype, dropout_only: bool = False) -> str | None:
     """Why the fused operators can't take such inputs, or None. May compile them.
 
     ``dropout_only``: of the dropout operators, which multiply no matrices and take bfloat16 on every processor.
     """
+    return _fused_refusal(device, dtype, dropout_only)
+
+
+@functools.cache
+def _fused_refusal(device: str, dtype: torch.dtype, dropout_only: bool) -> str | None:
     if device != "cpu":
         return f"it is for CPUs, the input is on {device}"
     if dtype not in (torch.float32, torch.bfloat16):
@@ -50,9 +55,9 @@ def _automatic(device: str, dtype: torch.dtype, dropout: bool, bias_gradient: bo
     return "sdpa", f"fused: {refusal}"
 
 
-@functools.cache
-def select_backend(requested: str, device: str, dtype: torch.dtype, dropout: bool, bias_gradient: bool) -> Callable[..., Tensor]:
-    """The function that computes attention on such inputs; each decision is logged once, a forced one as a warning.
+@torch.compiler.assume_constant_result
+def select_backend(requested: str, device: str, dtype: torch.dtype, dropout: bool, bias_gradient: bool) -> str:
+    """Name (in ``BACKENDS``) of what computes attention on such inputs; each decision is logged once, a forced one as a warning.
 
     Args:
         requested: one of ``CHOICES``.
@@ -61,17 +66,22 @@ def select_backend(requested: str, device: str, dtype: torch.dtype, dropout: boo
         dropout: whether attention weights are dropped.
         bias_gradient: whether the bias needs a gradient.
     """
+    return _select(requested, device, dtype, dropout, bias_gradient)
+
+
+@functools.cache
+def _select(requested: str, device: str, dtype: torch.dtype, dropout: bool, bias_gradient: bool) -> str:
     if requested == "auto":
         name, reason = _automatic(device, dtype, dropout, bias_gradient)
         built = device != "cpu" or dtype not in (torch.float32, torch.bfloat16) or cpu_fused.unavailable() is None
         log = logger.info if built else _warn_once
         log(f"attention backend: {name} ({reason})")
-        return BACKENDS[name]
+        return name
     refusal = fused_refusal(device, dtype) if requested == "fused" else None
     if refusal is not None:
         _warn_once(f"attention backend: eager instead of fused ({refusal})")
-        return eager_attention
-    return BACKENDS[requested]
+        return "eager"
+    return requested
 
 
 @functools.cache
