@@ -1,11 +1,14 @@
 """The C++ operators as torch functions with gradients."""
 
 import functools
+import logging
 
 import torch
 from torch import Tensor
 
 from fairseq_tupe.modules.attention_backends.native_library import load_failure
+
+logger = logging.getLogger(__name__)
 
 
 def draw_seed() -> Tensor:
@@ -67,7 +70,9 @@ def _fake_attention_backward(grad, qkv, bias, padding, out, lse, scale, p, seed,
 def unavailable() -> str | None:
     """None when the operators are loaded, else the reason. The first call may compile them."""
     reason = load_failure()
-    if reason is None:
+    if reason is not None:
+        logger.warning(f"attention and dropout run in plain torch, slower: the CPU operators could not be built: {reason}")
+    else:
         library = torch.library
         library.register_autograd("fairseq_tupe::attention", _attention_backward, setup_context=_attention_context)
         library.register_autograd("fairseq_tupe::dropout_add", _dropout_add_backward, setup_context=_dropout_add_context)

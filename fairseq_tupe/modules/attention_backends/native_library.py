@@ -70,6 +70,9 @@ def _lock(folder: Path):
 def _build(target: Path) -> None:
     from torch.utils import cpp_extension
 
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        raise FileNotFoundError(f"no C++ compiler {compiler} (install g++, or set CXX)")
     logger.info(f"compiling the CPU operators (once, about a minute) into {target.parent}")
     private = Path(tempfile.mkdtemp(prefix="build-", dir=target.parent))
     try:
@@ -100,5 +103,11 @@ def load_failure() -> str | None:
             else:
                 _build(target)
     except Exception as error:  # no compiler, no ninja, a full or read-only disk: all of them mean "go without"
-        return " ".join(str(error).split())[:300] or type(error).__name__
+        return _first_error(str(error)) or type(error).__name__
     return None
+
+
+def _first_error(text: str, most: int = 300) -> str:
+    """Of a compiler's long output the first line that names an error, else the beginning."""
+    lines = text.splitlines()
+    return " ".join(next((line for line in lines if ": error" in line), text).split())[:most]

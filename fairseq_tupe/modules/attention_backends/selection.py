@@ -39,7 +39,7 @@ def _fused_refusal(device: str, dtype: torch.dtype, dropout_only: bool) -> str |
         return f"it computes float32 and bfloat16, the input is {str(dtype).removeprefix('torch.')}"
     reason = cpu_fused.unavailable()
     if reason is not None:
-        return f"it could not be built: {reason}"
+        return "it could not be built"
     return None if dropout_only or cpu_fused.computes(dtype) else "this processor does not multiply bfloat16"
 
 
@@ -57,7 +57,7 @@ def _automatic(device: str, dtype: torch.dtype, dropout: bool, bias_gradient: bo
 
 @torch.compiler.assume_constant_result
 def select_backend(requested: str, device: str, dtype: torch.dtype, dropout: bool, bias_gradient: bool) -> str:
-    """Name (in ``BACKENDS``) of what computes attention on such inputs; each decision is logged once, a forced one as a warning.
+    """Name (in ``BACKENDS``) of what computes attention on such inputs; each decision is logged once.
 
     Args:
         requested: one of ``CHOICES``.
@@ -73,17 +73,10 @@ def select_backend(requested: str, device: str, dtype: torch.dtype, dropout: boo
 def _select(requested: str, device: str, dtype: torch.dtype, dropout: bool, bias_gradient: bool) -> str:
     if requested == "auto":
         name, reason = _automatic(device, dtype, dropout, bias_gradient)
-        built = device != "cpu" or dtype not in (torch.float32, torch.bfloat16) or cpu_fused.unavailable() is None
-        log = logger.info if built else _warn_once
-        log(f"attention backend: {name} ({reason})")
+        logger.info(f"attention backend: {name} ({reason})")
         return name
     refusal = fused_refusal(device, dtype) if requested == "fused" else None
     if refusal is not None:
-        _warn_once(f"attention backend: eager instead of fused ({refusal})")
+        logger.warning(f"attention backend: eager instead of fused ({refusal})")
         return "eager"
     return requested
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
