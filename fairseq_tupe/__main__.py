@@ -16,6 +16,7 @@ COMMANDS = {
     "prepare-glue-data": ("fairseq_tupe.data.glue_preparation", "tokenize and binarize GLUE tasks"),
     "finetune-flags": ("fairseq_tupe.data.glue_recipes", "print the fairseq-train flags of a GLUE task"),
     "plot-positions": ("fairseq_tupe.plots", "draw the learned positional correlations of a checkpoint"),
+    "benchmark": ("fairseq_tupe.benchmark.command", "time and memory against the original, stock RoBERTa and plain attention"),
     "quickstart-report": ("fairseq_tupe.quickstart_report", "print the quickstart's table and draw its plots"),
 }
 
