@@ -238,7 +238,7 @@ def test_operators_follow_torchs_rules():
     needs_fused()
     x, seed = example(17, "right"), torch.tensor(3)
     qkv, bias = x.qkv.requires_grad_(), x.bias.requires_grad_()
-    torch.library.opcheck(torch.ops.fairseq_tupe.attention, (qkv, bias, x.padding, x.scale, 0.1, seed))
+    torch.library.opcheck(torch.ops.fairseq_tupe.attention, (qkv, bias, x.padding, x.scale, 0.1, seed, None))
     torch.library.opcheck(torch.ops.fairseq_tupe.dropout_add, (x.upstream.requires_grad_(), x.upstream, 0.1, seed))
     torch.library.opcheck(torch.ops.fairseq_tupe.dropout, (x.upstream, 0.1, seed, torch.float32))
 

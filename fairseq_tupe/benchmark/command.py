@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 12], help="depth of the models in the step rows")
     parser.add_argument("--sizes", nargs="+", metavar="BxT", help="batch and length instead of the default ones, such as 4x512")
     parser.add_argument("--width", type=int, default=768, help="width of the models (64 a head)")
+    parser.add_argument("--batches", type=int, default=0, help="finetune: only so many batches (0: an epoch)")
     parser.add_argument("--data", help="finetune: a prepared GLUE task, such as DIR/STS-B-bin")
 
 
@@ -135,8 +136,8 @@ class Benchmark:
         """An epoch's batches of a prepared GLUE task, updates included."""
         if not self.args.data:
             raise TupeError("--what finetune needs --data: a prepared GLUE task, such as DIR/STS-B-bin")
-        entries, facts = finetuning.contestants(Path(self.args.data), self.args.device)
-        self.add("finetune", entries, "fairseq roberta", **facts)
+        entries, facts = finetuning.contestants(Path(self.args.data), self.args.device, self.args.batches)
+        self.add("finetune", entries, "original", **facts)
 
 
 def run(args: argparse.Namespace) -> int:

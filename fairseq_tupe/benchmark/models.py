@@ -90,13 +90,20 @@ def _torch_update(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> C
     return update
 
 
-def original(size: Size, device: str) -> Contestant:
+def _with_head(model: torch.nn.Module, head: str | None, device: str) -> torch.nn.Module:
+    """With a head of one output, before the optimizer is made."""
+    if head is not None:
+        model.register_classification_head(head, num_classes=1)
+    return model.to(device)
+
+
+def original(size: Size, device: str, head: str | None = None) -> Contestant:
     """(a): the original's computation, fairseq's Adam."""
-    model = as_original(tupe(size, device, "eager"))
+    model = _with_head(as_original(tupe(size, device, "eager")), head, device)
     return Contestant(model, lambda tokens, masked: model(tokens, masked_tokens=masked)[0], _fairseq_update(model))
 
 
-def stock_roberta(size: Size, device: str) -> Contestant:
+def stock_roberta(size: Size, device: str, head: str | None = None) -> Contestant:
     """(b): fairseq's RoBERTa, fairseq's Adam."""
     args = Namespace(
         encoder_layers=size.layers,
@@ -107,7 +114,7 @@ def stock_roberta(size: Size, device: str) -> Contestant:
         attention_dropout=size.dropout,
         max_positions=512,
     )
-    model = RobertaModel.build_model(args, SimpleNamespace(source_dictionary=dictionary(size))).to(device)
+    model = _with_head(RobertaModel.build_model(args, SimpleNamespace(source_dictionary=dictionary(size))), head, device)
     return Contestant(model, lambda tokens, masked: model(tokens, masked_tokens=masked)[0], _fairseq_update(model))
 
 
@@ -135,9 +142,9 @@ def transformers_roberta(size: Size, device: str) -> Contestant:
     return Contestant(model, lambda tokens, masked: model(input_ids=tokens).logits[masked], update)
 
 
-def ours(size: Size, device: str, backend: str = "auto") -> Contestant:
+def ours(size: Size, device: str, backend: str = "auto", head: str | None = None) -> Contestant:
     """(e): this package, its fused Adam."""
-    model = tupe(size, device, backend)
+    model = _with_head(tupe(size, device, backend), head, device)
     update = _torch_update(model, ExactFusedAdamW(model.parameters(), **ADAM))
     return Contestant(model, lambda tokens, masked: model(tokens, masked_tokens=masked)[0], update)
 

@@ -11,6 +11,7 @@ from fairseq_tupe.modules.encoder_layer import ACTIVATIONS
 from fairseq_tupe.modules.sentence_encoder import POSITION_ENCODINGS
 
 ACTIVATION_CHOICES = ChoiceEnum(list(ACTIVATIONS))
+CPU_AUTOCAST_CHOICES = ChoiceEnum(["none", "bf16"])
 ATTENTION_BACKEND_CHOICES = ChoiceEnum(list(ATTENTION_BACKENDS))
 POSITION_ENCODING_CHOICES = ChoiceEnum(list(POSITION_ENCODINGS))
 
@@ -50,6 +51,13 @@ class TupeRobertaConfig(FairseqDataclass):
         metadata={
             "help": "how attention is computed, with equal results: auto chooses by device, type, dropout and gradient; fused: a "
             "C++ operator for CPUs, compiled on first use; sdpa: torch's; eager: plain torch"
+        },
+    )
+    cpu_autocast: CPU_AUTOCAST_CHOICES = field(
+        default="none",
+        metadata={
+            "help": "bf16: multiply matrices in bfloat16 on a CPU, where fairseq's --bf16 and --fp16 crash; weights, optimizer, "
+            "LayerNorms, softmax and positional bias stay in fp32"
         },
     )
     load_checkpoint_heads: bool = field(

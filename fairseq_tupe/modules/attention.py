@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fairseq_tupe.modules.attention_backends.cpu_fused import fused_attention
 from fairseq_tupe.modules.attention_backends.selection import BACKENDS, select_backend
 
 
@@ -39,6 +40,7 @@ class BiasedSelfAttention(nn.Module):
         padding_mask: Tensor | None = None,
         position_query: Tensor | None = None,
         position_key: Tensor | None = None,
+        offsets: Tensor | None = None,
     ) -> Tensor:
         """(B, T, C) to (B, T, C).
 
@@ -46,6 +48,7 @@ class BiasedSelfAttention(nn.Module):
             bias: (H, T, T), added to the logits of every sentence.
             padding_mask: (B, T), true (or non-zero) at keys that must not be seen.
             position_query, position_key: (H, T, d), added to the content's queries and keys.
+            offsets: see :func:`.attention_backends.cpu_fused.fused_attention`; x is then (1, N, C).
         """
         batch, length, _ = x.shape
         qkv = self.in_proj(x).view(batch, length, 3, self.num_heads, self.head_dim)
@@ -55,6 +58,8 @@ class BiasedSelfAttention(nn.Module):
         if padding_mask is not None:
             padding_mask = padding_mask.to(torch.bool)
         dropout = self.dropout if self.training else 0.0
+        if offsets is not None:
+            return self.out_proj(fused_attention(qkv, bias, None, self.scale, dropout, offsets))
         bias_gradient = bias is not None and bias.requires_grad and torch.is_grad_enabled()
         name = select_backend(self.backend, x.device.type, qkv.dtype, dropout > 0, bias_gradient)
         return self.out_proj(BACKENDS[name](qkv, bias, padding_mask, self.scale, dropout))

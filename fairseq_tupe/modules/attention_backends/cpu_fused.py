@@ -17,18 +17,18 @@ def draw_seed() -> Tensor:
 
 
 def _attention_context(ctx, inputs, output) -> None:
-    qkv, bias, padding, ctx.scale, ctx.dropout, seed = inputs
+    qkv, bias, padding, ctx.scale, ctx.dropout, seed, offsets = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(qkv, bias, padding, seed, *output)
+    ctx.save_for_backward(qkv, bias, padding, seed, offsets, *output)
 
 
 def _attention_backward(ctx, grad: Tensor, _unused):
-    qkv, bias, padding, seed, out, lse = ctx.saved_tensors
+    qkv, bias, padding, seed, offsets, out, lse = ctx.saved_tensors
     need_bias = bias is not None and ctx.needs_input_grad[1]
     qkv_grad, bias_grad = torch.ops.fairseq_tupe.attention_backward(
-        grad, qkv, bias, padding, out, lse, ctx.scale, ctx.dropout, seed, need_bias
+        grad, qkv, bias, padding, out, lse, ctx.scale, ctx.dropout, seed, offsets, need_bias
     )
-    return qkv_grad, bias_grad if need_bias else None, None, None, None, None
+    return qkv_grad, bias_grad if need_bias else None, None, None, None, None, None
 
 
 def _dropout_add_context(ctx, inputs, output) -> None:
@@ -54,16 +54,14 @@ def _dropout_backward(ctx, grad: Tensor):
     return torch.ops.fairseq_tupe.dropout(grad, ctx.dropout, seed, ctx.type), None, None, None
 
 
-def _fake_attention(qkv, bias, padding, scale, p, seed):
+def _fake_attention(qkv, bias, padding, scale, p, seed, offsets):
     batch, length, _, heads, dim = qkv.shape
     out = qkv.new_empty(batch, length, heads * dim)
-    return out, qkv.new_empty(batch, heads, length, dtype=torch.float32)
+    return out, qkv.new_empty(heads, batch * length, dtype=torch.float32)
 
 
-def _fake_attention_backward(grad, qkv, bias, padding, out, lse, scale, p, seed, need_bias):
-    length, heads = qkv.shape[1], qkv.shape[3]
-    bias_shape = (heads, length, length) if need_bias else (0,)
-    return torch.empty_like(qkv), lse.new_empty(bias_shape)
+def _fake_attention_backward(grad, qkv, bias, padding, out, lse, scale, p, seed, offsets, need_bias):
+    return torch.empty_like(qkv), lse.new_empty(bias.shape if need_bias else (0,))
 
 
 @functools.cache
@@ -89,13 +87,25 @@ def computes(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.fairseq_tupe.native_bfloat16())
 
 
-def fused_attention(qkv: Tensor, bias: Tensor | None, padding: Tensor | None, scale: float, dropout: float = 0.0) -> Tensor:
-    """See :func:`.eager.eager_attention`; float32 or bfloat16 on a CPU."""
+def fused_attention(
+    qkv: Tensor,
+    bias: Tensor | None,
+    padding: Tensor | None,
+    scale: float,
+    dropout: float = 0.0,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """See :func:`.eager.eager_attention`; float32 or bfloat16 on a CPU.
+
+    Args:
+        offsets: (B + 1,) int64; then ``qkv`` is (1, N, 3, H, d), the tokens of B sentences of different lengths one after the
+            other: sentence b is tokens ``offsets[b]`` to ``offsets[b + 1]``.
+    """
     seed = draw_seed() if dropout > 0 else None
     if bias is not None:
         bias = bias.float().contiguous()
     padding = None if padding is None else padding.contiguous()
-    return torch.ops.fairseq_tupe.attention(qkv, bias, padding, scale, dropout, seed)[0]
+    return torch.ops.fairseq_tupe.attention(qkv, bias, padding, scale, dropout, seed, offsets)[0]
 
 
 def attention_keep_mask(seed: Tensor, batch: int, heads: int, length: int, dropout: float) -> Tensor:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 HERE = Path(__file__).resolve().parent
 SOURCES = ("cpu_fused.cpp", "cpu_fused_dropout.cpp")
-HEADERS = ("cpu_fused.h",)
+HEADERS = ("cpu_fused.h", "cpu_fused_forward.h", "cpu_fused_backward.h")
 NAME = "fairseq_tupe_cpu"
 
 
