@@ -154,15 +154,16 @@ def test_seed_decides(backend):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_models_agree_at_every_position(backend, variant):
-    """Through the module: position queries and keys, padding, and the gradient of every parameter."""
+def test_models_agree(backend, variant):
+    """Through the module: position queries and keys, padding, and the gradient of every parameter. What stands at padding is
+    no result: the fused backend does not compute it (see test_packing.py)."""
     tokens = random_tokens(4, 9)
     tokens[1, 5:] = 1
     results = []
     for name in ("eager", backend):
         model = small_model(**VARIANTS[variant], attention_backend=name)
-        out = model(tokens)[0]
-        out[tokens.ne(1)].square().sum().backward()
+        out = model(tokens)[0][tokens.ne(1)]
+        out.square().sum().backward()
         results.append([out, *(p.grad for p in model.parameters() if p.grad is not None)])
     assert len(results[0]) == len(results[1])
     for theirs, ours in zip(*results, strict=True):
