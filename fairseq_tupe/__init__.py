@@ -33,6 +33,7 @@ else:
     from . import fairseq_hooks
     from .criterions import tupe_sentence_prediction as _criterion  # noqa: F401
     from .models import tupe_roberta as _model  # noqa: F401
+    from .optim import tupe_adam as _optimizer  # noqa: F401
     from .optim.lr_scheduler import tupe_polynomial_decay as _schedule  # noqa: F401
     from .tasks import tupe_masked_lm as _masked_lm  # noqa: F401
     from .tasks import tupe_sentence_prediction as _sentence_prediction  # noqa: F401

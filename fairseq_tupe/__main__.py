@@ -20,6 +20,7 @@ COMMANDS = {
     "inspect": ("fairseq_tupe.interop.inspection", "say what a checkpoint is, without running code from it"),
     "export-hf": ("fairseq_tupe.interop.hf.exporting", "write a checkpoint as a folder for Hugging Face transformers"),
     "import-hf": ("fairseq_tupe.interop.hf.importing", "write such a folder as a fairseq checkpoint"),
+    "benchmark": ("fairseq_tupe.benchmark.command", "time and memory against the original, stock RoBERTa and plain attention"),
     "quickstart-report": ("fairseq_tupe.quickstart_report", "print the quickstart's table and draw its plots"),
 }
 

@@ -23,11 +23,12 @@ def reference_dictionary(path: Path) -> Dictionary:
 class GoldenModel:
     """One recorded model: weights, dictionary, and what the original computed with them."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, attention_backend: str = "auto"):
+        self.attention_backend = attention_backend
         self.expected = torch.load(GOLDEN / f"{name}.expected.pt", weights_only=True)
         self.state = load_reference_checkpoint(GOLDEN / f"{name}.checkpoint.pt")
         self.dictionary = reference_dictionary(GOLDEN / "tupe_a.dict.txt")
 
     def build(self):
         """A fresh copy of the model, in eval mode (no dropout either way: its rates are zero)."""
-        return build_reference_model(self.state, self.dictionary)
+        return build_reference_model(self.state, self.dictionary, attention_backend=self.attention_backend)

@@ -1,5 +1,6 @@
 """Equal to the original in every digit: values, gradients, ten updates, a classification head, a whole training run."""
 
+import itertools
 import math
 
 import pytest
@@ -10,12 +11,17 @@ from golden_data import GOLDEN, VARIANTS, GoldenModel, reference_dictionary
 from sklearn.metrics import accuracy_score, matthews_corrcoef
 
 from fairseq_tupe.interop.reference import build_reference_model, convert_name, load_reference_checkpoint
+from fairseq_tupe.modules.attention_backends import cpu_fused
+from fairseq_tupe.modules.attention_backends.selection import BACKENDS
 from fairseq_tupe.modules.positional_bias import relative_position_bucket, reset_cls
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=itertools.product(VARIANTS, BACKENDS), ids="-".join)
 def golden(request) -> GoldenModel:
-    return GoldenModel(request.param)
+    variant, backend = request.param
+    if backend == "fused" and cpu_fused.unavailable() is not None:
+        pytest.skip(f"no fused operators here: {cpu_fused.unavailable()}")
+    return GoldenModel(variant, backend)
 
 
 def close(actual, expected, tolerance=1e-5):

@@ -81,12 +81,13 @@ def convert_state_dict(state_dict: dict, args: Any) -> dict:
     return converted
 
 
-def build_reference_model(state: dict, dictionary: Any):
+def build_reference_model(state: dict, dictionary: Any, **settings):
     """A :class:`TupeRobertaModel` in eval mode with the weights of a loaded original checkpoint, heads included.
 
     Args:
         state: what :func:`load_reference_checkpoint` returns.
         dictionary: with the three extra special symbols and ``<mask>``.
+        settings: fields of :class:`TupeRobertaConfig` that the original has not, such as ``attention_backend``.
     """
     from omegaconf import OmegaConf
 
@@ -94,7 +95,7 @@ def build_reference_model(state: dict, dictionary: Any):
     from fairseq_tupe.models.encoder_adapter import TupeRobertaEncoder
     from fairseq_tupe.models.tupe_roberta import TupeRobertaModel
 
-    cfg = OmegaConf.structured(TupeRobertaConfig(load_checkpoint_heads=True, **reference_settings(state["args"])))
+    cfg = OmegaConf.structured(TupeRobertaConfig(load_checkpoint_heads=True, **reference_settings(state["args"]), **settings))
     model = TupeRobertaModel(cfg, TupeRobertaEncoder(cfg, dictionary))
     model.load_state_dict(convert_state_dict(state["model"], state["args"]))
     return model.eval()

@@ -6,11 +6,14 @@ from typing import Any
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 
 from fairseq_tupe.errors import TupeError
+from fairseq_tupe.modules.attention_backends.selection import CHOICES as ATTENTION_BACKENDS
 from fairseq_tupe.modules.encoder_layer import ACTIVATIONS
 from fairseq_tupe.modules.positional_bias import check_buckets
 from fairseq_tupe.modules.sentence_encoder import POSITION_ENCODINGS
 
 ACTIVATION_CHOICES = ChoiceEnum(list(ACTIVATIONS))
+CPU_AUTOCAST_CHOICES = ChoiceEnum(["none", "bf16"])
+ATTENTION_BACKEND_CHOICES = ChoiceEnum(list(ATTENTION_BACKENDS))
 POSITION_ENCODING_CHOICES = ChoiceEnum(list(POSITION_ENCODINGS))
 
 
@@ -44,6 +47,20 @@ class TupeRobertaConfig(FairseqDataclass):
     )
     embedding_normalize: bool = field(default=False, metadata={"help": "LayerNorm on the embeddings, as in both recipes"})
     encoder_normalize_before: bool = field(default=False, metadata={"help": "pre-norm layers"})
+    attention_backend: ATTENTION_BACKEND_CHOICES = field(
+        default="auto",
+        metadata={
+            "help": "how attention is computed, with equal results: auto chooses by device, type, dropout and gradient; fused: a "
+            "C++ operator for CPUs, compiled on first use; sdpa: torch's; eager: plain torch"
+        },
+    )
+    cpu_autocast: CPU_AUTOCAST_CHOICES = field(
+        default="none",
+        metadata={
+            "help": "bf16: multiply matrices in bfloat16 on a CPU, where fairseq's --bf16 and --fp16 crash; weights, optimizer, "
+            "LayerNorms, softmax and positional bias stay in fp32"
+        },
+    )
     load_checkpoint_heads: bool = field(
         default=False, metadata={"help": "register and load the classification heads found in the checkpoint"}
     )

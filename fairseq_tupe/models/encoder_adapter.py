@@ -56,6 +56,7 @@ class TupeRobertaEncoder(FairseqEncoder):
             attention_dropout=cfg.attention_dropout,
             activation_dropout=cfg.activation_dropout,
             activation=str(cfg.activation_fn),
+            attention_backend=str(cfg.attention_backend),
         )
         self.lm_head = LanguageModelHead(self.sentence_encoder.embed_tokens, str(cfg.activation_fn))
         self.lm_head.dense.apply(init_bert_parameters)

@@ -1,7 +1,9 @@
 """The registered models: ``tupe_roberta`` and its sizes."""
 
 import logging
+from contextlib import nullcontext
 
+import torch
 from fairseq.models import FairseqEncoderModel, register_model
 from torch import nn
 
@@ -67,15 +69,33 @@ class TupeRobertaModel(FairseqEncoderModel):
         features_only = features_only or classification_head_name is not None
         if features_only and self._check_first_token:
             self._require_bos(src_tokens)
-        x, extra = self.encoder(
-            src_tokens,
-            features_only=features_only,
-            return_all_hiddens=return_all_hiddens,
-            masked_tokens=masked_tokens,
-        )
-        if classification_head_name is not None:
-            x = self.classification_heads[classification_head_name](x)
+        with self._autocast(src_tokens):
+            x, extra = self.encoder(
+                src_tokens,
+                features_only=features_only,
+                return_all_hiddens=return_all_hiddens,
+                masked_tokens=masked_tokens,
+            )
+            if classification_head_name is not None:
+                x = self.classification_heads[classification_head_name](x).type_as(self.encoder.lm_head.bias)
         return x, extra
+
+    def _autocast(self, src_tokens):
+        """What ``--cpu-autocast`` asks for; gradients and the loss stay outside, in the weights' type.
+
+        Raises:
+            TupeError: the model is not on a CPU in fp32.
+        """
+        if str(self.cfg.cpu_autocast) == "none":
+            return nullcontext()
+        dtype = self.encoder.lm_head.weight.dtype
+        if src_tokens.device.type != "cpu" or dtype != torch.float32:
+            where = f"{str(dtype).removeprefix('torch.')} on {src_tokens.device.type}"
+            raise TupeError(
+                f"--cpu-autocast bf16 is for fp32 weights on a CPU, this model is in {where}: leave it out; a GPU takes "
+                "fairseq's --fp16, or common.bf16=true with fairseq-hydra-train"
+            )
+        return torch.autocast("cpu", torch.bfloat16)
 
     def extract_features(self, src_tokens, return_all_hiddens=False, **unused):
         """Features (B, T, C) and the extra dictionary."""

@@ -8,6 +8,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fairseq_tupe.modules.attention_backends.cpu_fused import fused_attention
+from fairseq_tupe.modules.attention_backends.selection import BACKENDS, select_backend
+
 
 class BiasedSelfAttention(nn.Module):
     """softmax(q k^T / sqrt(terms * d) + bias) v, with the softmax in fp32.
@@ -17,16 +20,18 @@ class BiasedSelfAttention(nn.Module):
         dropout: on the attention probabilities.
         terms: how many correlation terms the logits sum; 1 for plain attention, 2 for TUPE (content and position, equation 7),
             4 where queries and keys hold content plus position (equation 6's four terms).
+        backend: one of ``attention_backends.selection.CHOICES``; all compute the same.
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, dropout: float, terms: int):
+    def __init__(self, embed_dim: int, num_heads: int, dropout: float, terms: int, backend: str = "auto"):
         super().__init__()
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
         self.scale = 1 / math.sqrt(terms * self.head_dim)
         self.in_proj = nn.Linear(embed_dim, 3 * embed_dim)
         self.out_proj = nn.Linear(embed_dim, embed_dim)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = dropout
+        self.backend = backend
 
     def forward(
         self,
@@ -35,6 +40,7 @@ class BiasedSelfAttention(nn.Module):
         padding_mask: Tensor | None = None,
         position_query: Tensor | None = None,
         position_key: Tensor | None = None,
+        offsets: Tensor | None = None,
     ) -> Tensor:
         """(B, T, C) to (B, T, C).
 
@@ -42,20 +48,18 @@ class BiasedSelfAttention(nn.Module):
             bias: (H, T, T), added to the logits of every sentence.
             padding_mask: (B, T), true (or non-zero) at keys that must not be seen.
             position_query, position_key: (H, T, d), added to the content's queries and keys.
+            offsets: see :func:`.attention_backends.cpu_fused.fused_attention`; x is then (1, N, C).
         """
-        batch, length, embed_dim = x.shape
-        projected = self.in_proj(x).view(batch, length, 3, self.num_heads, self.head_dim)
-        query, key, value = projected.permute(2, 0, 3, 1, 4)  # (B, H, T, d) each
+        batch, length, _ = x.shape
+        qkv = self.in_proj(x).view(batch, length, 3, self.num_heads, self.head_dim)
         if position_query is not None:
-            query, key = query + position_query, key + position_key
-        # scaled before the product: q k^T alone can leave the range of fp16
-        logits = ((query * self.scale) @ key.transpose(2, 3)).float()  # (B, H, T, T)
-        if bias is not None:
-            logits = logits + bias
+            positions = torch.stack([position_query, position_key, torch.zeros_like(position_key)])  # (3, H, T, d)
+            qkv = qkv + positions.permute(2, 0, 1, 3).type_as(qkv)
         if padding_mask is not None:
-            # the lowest finite number, not -inf: a sentence of nothing but padding stays finite
-            hidden = padding_mask.to(torch.bool).view(batch, 1, 1, length)
-            logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
-        probabilities = self.dropout(torch.softmax(logits, dim=-1).type_as(value))
-        mixed = (probabilities @ value).transpose(1, 2).reshape(batch, length, embed_dim)
-        return self.out_proj(mixed)
+            padding_mask = padding_mask.to(torch.bool)
+        dropout = self.dropout if self.training else 0.0
+        if offsets is not None:
+            return self.out_proj(fused_attention(qkv, bias, None, self.scale, dropout, offsets))
+        bias_gradient = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+        name = select_backend(self.backend, x.device.type, qkv.dtype, dropout > 0, bias_gradient)
+        return self.out_proj(BACKENDS[name](qkv, bias, padding_mask, self.scale, dropout))

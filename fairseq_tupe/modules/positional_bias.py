@@ -130,9 +130,30 @@ class PositionalBias(nn.Module):
         self.untied = untied
         self.relative = relative
         self.cls_rule = cls_rule
+        self._kept: tuple | None = None
 
     def forward(self, length: int) -> Tensor | None:
-        """(H, length, length), or None where there is neither part."""
+        """(H, length, length), or None where there is neither part; kept in evaluation until a parameter changes."""
+        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return self._build_exactly(length)
+        if any(p.is_inference() for p in self.parameters()):  # nothing tells when those change
+            return self._build_exactly(length)
+        key = (length, torch.is_inference_mode_enabled(), *((p.data_ptr(), p.dtype, p._version) for p in self.parameters()))
+        if self._kept is None or self._kept[0] != key:
+            self._kept = key, self._build_exactly(length)
+        return self._kept[1]
+
+    def train(self, mode: bool = True) -> "PositionalBias":
+        """Forgets the kept bias: an optimizer may write to ``parameter.data``, which leaves no trace in the key."""
+        self._kept = None
+        return super().train(mode)
+
+    def _build_exactly(self, length: int) -> Tensor | None:
+        device = next(self.parameters(), torch.empty(0)).device.type
+        with torch.autocast(device, enabled=False):  # autocast would round the correlations
+            return self._build(length)
+
+    def _build(self, length: int) -> Tensor | None:
         bias = first_row = first_column = None
         if self.untied is not None:
             query, key = self.untied(length)

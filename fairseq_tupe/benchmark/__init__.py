@@ -1,0 +1,1 @@
+"""``python -m fairseq_tupe benchmark``: our backends against the original, stock RoBERTa and attention without a bias."""
