@@ -23,8 +23,8 @@ setup(
     author="fairseq_tupe contributors",
     python_requires=">=3.10",
     packages=find_packages(include=["fairseq_tupe", "fairseq_tupe.*"]),
-    # config/ holds no Python, so its folders are data of the package above them
-    package_data={"fairseq_tupe": ["config/**/*.yaml"]},
+    # folders without Python are data of the package above them; the C++ is compiled on first use
+    package_data={"fairseq_tupe": ["config/**/*.yaml", "modules/attention_backends/*.cpp", "modules/attention_backends/*.h"]},
     install_requires=[
         "torch>=2.6",
         "numpy>=1.23",

@@ -19,10 +19,10 @@ def padded_batch() -> torch.Tensor:
 
 
 def results(model, tokens) -> list[torch.Tensor]:
-    """Classes, features of real tokens, and all gradients."""
+    """Classes, features, and all gradients."""
     real = tokens.ne(1)
     classes = model(tokens, classification_head_name="sentence")[0]
-    features = model.extract_features(tokens)[0][real]
+    features = model.extract_features(tokens)[0]
     (classes.square().sum() + features.square().sum() + model(tokens, masked_tokens=real)[0].square().mean()).backward()
     return [classes, features, *(p.grad for p in model.parameters() if p.grad is not None)]
 
@@ -41,7 +41,8 @@ def test_equals_the_padded_batch(variant, prenorm):
         model.encoder.sentence_encoder.layers[0].fc1.register_forward_hook(lambda m, i, out, to=shapes: to.append(out.shape[:2]))
         found.append(results(model.eval(), tokens))
         packs = backend == "fused" and variant != "bert-a-d"
-        assert set(shapes) == {(1, sum(LENGTHS)) if packs else (4, 11)}
+        # whoever asks for features may read those of padding
+        assert set(shapes) == ({(1, sum(LENGTHS)), (4, 11)} if packs else {(4, 11)})
     for theirs, ours in zip(*found, strict=True):
         assert (ours - theirs).abs().max() <= 2e-4 * max(theirs.abs().max().item(), 0.1)
 

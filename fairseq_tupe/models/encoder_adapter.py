@@ -63,7 +63,15 @@ class TupeRobertaEncoder(FairseqEncoder):
         self.register_buffer("positional_signature", positional_signature(cfg))
         self.register_buffer("dictionary_signature", dictionary_signature(dictionary))
 
-    def forward(self, src_tokens, features_only=False, return_all_hiddens=False, masked_tokens=None, **unused):
+    def forward(
+        self,
+        src_tokens,
+        features_only=False,
+        return_all_hiddens=False,
+        masked_tokens=None,
+        real_tokens_only=False,
+        **unused,
+    ):
         """Logits (B, T, V), or of the masked tokens only, or features (B, T, C); and ``{"inner_states": ...}``.
 
         Args:
@@ -71,8 +79,11 @@ class TupeRobertaEncoder(FairseqEncoder):
             features_only: skip the head.
             return_all_hiddens: ``inner_states`` is a list of (T, B, C), the embedding output first; otherwise None.
             masked_tokens: boolean (B, T); project only these, giving (number of true cells, V).
+            real_tokens_only: the features of padding are not needed.
         """
-        features, hiddens = self.sentence_encoder(src_tokens, return_all_hiddens=return_all_hiddens)
+        features, hiddens = self.sentence_encoder(
+            src_tokens, return_all_hiddens=return_all_hiddens, real_tokens_only=real_tokens_only or masked_tokens is not None
+        )
         # T x B x C is fairseq's convention for inner states
         extra = {"inner_states": [state.transpose(0, 1) for state in hiddens] if return_all_hiddens else None}
         return (features if features_only else self.lm_head(features, masked_tokens)), extra

@@ -75,6 +75,7 @@ class TupeRobertaModel(FairseqEncoderModel):
                 features_only=features_only,
                 return_all_hiddens=return_all_hiddens,
                 masked_tokens=masked_tokens,
+                real_tokens_only=classification_head_name is not None,
             )
             if classification_head_name is not None:
                 x = self.classification_heads[classification_head_name](x).type_as(self.encoder.lm_head.bias)

@@ -123,8 +123,13 @@ class SentenceEncoder(nn.Module):
         self.layer_norm = nn.LayerNorm(embed_dim) if normalize_before else None
         self.apply(init_bert_parameters)
 
-    def forward(self, tokens: Tensor, return_all_hiddens: bool = False) -> tuple[Tensor, list[Tensor]]:
+    def forward(
+        self, tokens: Tensor, return_all_hiddens: bool = False, real_tokens_only: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
         """Features (B, T, C) of ``tokens`` (B, T), and, if asked for, the embedding output and every layer's.
+
+        Args:
+            real_tokens_only: nobody reads the features of padding, so they need not be computed: they may be zeros.
 
         Raises:
             TupeError: more tokens than ``max_positions``.
@@ -137,7 +142,7 @@ class SentenceEncoder(nn.Module):
         padding_mask = tokens.eq(self.padding_idx)
         if tokens.device.type == "cpu" and not padding_mask.any():  # elsewhere the question costs a synchronisation
             padding_mask = None
-        packing = None if return_all_hiddens else self._packing(padding_mask)
+        packing = self._packing(padding_mask) if real_tokens_only and not return_all_hiddens else None
         if packing is not None:
             return self._forward_packed(tokens, packing), []
         x = self._embed(tokens, padding_mask)
