@@ -28,6 +28,7 @@ TEXT = st.one_of(st.text(), st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.te
 @given(TEXT, st.sampled_from(ALL_OPTIONS))
 @example("0.COMH\u0331", CleaningOptions())
 @example("WWW.\u0130", CleaningOptions())
+@example("WWW.\u212a", CleaningOptions(normalize=False))
 @example("0@0.AA.@0.AA", CleaningOptions())
 @example("a@b.coH\u0331", CleaningOptions())
 def test_cleaning_any_text_gives_one_line_and_twice_changes_nothing(text, options):

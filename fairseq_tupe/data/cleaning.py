@@ -167,9 +167,9 @@ def lower(text: str, options: CleaningOptions) -> str:
     """Lower case, where `options` ask for it."""
     if not options.lowercase:
         return text
-    text = text.lower()
     if text.isascii():
-        return text
+        return text.lower()
+    text = text.lower()
     if options.normalize:
         text = unicodedata.normalize("NFC", text)  # some capitals with an accent have no composed form
     # Lower-casing turns a few letters into ASCII ones, which may complete a name.
