@@ -57,9 +57,9 @@ def attention_contestants(
 
     def fresh(run: Callable[[], None]) -> Callable[[], None]:
         def once() -> None:
-            for leaf in leaves:
-                leaf.grad = None
             run()
+            for leaf in leaves:  # at the end, so that no gradient of a former run hides in the memory held before
+                leaf.grad = None
 
         return once
 

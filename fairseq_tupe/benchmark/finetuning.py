@@ -56,11 +56,11 @@ def epoch(contestant: models.Contestant, data: list[torch.Tensor]) -> Callable[[
 
     def run() -> None:
         for tokens in data:
-            for parameter in model.parameters():
-                parameter.grad = None
             scores = model(tokens, features_only=True, classification_head_name=HEAD)[0].squeeze(-1).float()
             F.mse_loss(scores, torch.zeros_like(scores), reduction="sum").backward()
             contestant.update()
+            for parameter in model.parameters():
+                parameter.grad = None
 
     return run
 

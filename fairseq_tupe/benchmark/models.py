@@ -172,10 +172,10 @@ def training_step(contestant: Contestant, data: tuple, dtype: torch.dtype, devic
     contestant.model.train()
 
     def step() -> None:
-        for parameter in contestant.model.parameters():
-            parameter.grad = None
         loss_of(contestant, data, dtype, device).backward()
         contestant.update()
+        for parameter in contestant.model.parameters():
+            parameter.grad = None
 
     return step
 
