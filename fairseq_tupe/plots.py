@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import os
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -41,20 +40,14 @@ def load_weights(path: str | Path) -> dict:
     """The parameters in a checkpoint, on the CPU; nothing in the file is run.
 
     Raises:
-        TupeError: no such file, or not a checkpoint that tupe_roberta wrote.
+        TupeError: no such file, or not a checkpoint of tupe_roberta or of the original.
     """
-    import torch
+    from fairseq_tupe.interop.reference import convert_state_dict, is_reference
+    from fairseq_tupe.interop.safe_loading import load_training_checkpoint
 
-    if not Path(path).is_file():
-        raise TupeError(f"no checkpoint {path}")
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        # torch's own message advises to load it unsafely
-        raise TupeError(f"{path} is damaged, or no checkpoint, or holds more than weights and settings") from error
-    weights = state.get("model") if isinstance(state, dict) else None
-    if not isinstance(weights, dict) or "encoder.positional_signature" not in weights:
+    state = load_training_checkpoint(path)
+    weights = convert_state_dict(state["model"], state["args"]) if is_reference(state) else state["model"]
+    if "encoder.positional_signature" not in weights:
         raise TupeError(f"{path} is not a checkpoint of tupe_roberta: it holds no encoder.positional_signature")
     return weights
 

@@ -251,6 +251,8 @@ main() {
     cd -- "$REPO_ROOT"
     step 6 "this package" pip install --no-deps --no-build-isolation -e .
     step 6 "check" "$py" -I -c 'import torch, fairseq, sentencepiece; print(torch.__version__, fairseq.__version__)'
+    # On first use otherwise; without them attention runs in plain PyTorch, and says so.
+    step 6 "compile the CPU operators" "$py" -I -c 'from fairseq_tupe.modules.attention_backends import native_library as n; print(n.load_failure())'
     wanted_stamp "$version" >"$stamp.new"
     mv -f -- "$stamp.new" "$stamp"
     echo "setup: done in $SECONDS s. Check it with: $(printf '%q' "$py") -m fairseq_tupe doctor"

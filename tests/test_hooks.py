@@ -87,7 +87,6 @@ def refused_commands(data: Path, save: Path, folder: Path) -> list[tuple]:
         ([*train, "--save-dir", unsafe], [unsafe / "checkpoint_last.pt", "posix.system"]),
         ([*train, "--save-dir", foreign], [foreign / "checkpoint_last.pt", "not a checkpoint"]),
         ([*train, "--optimizer", "sgd"], [save / "checkpoint_last.pt", "ptimizer"]),
-        ([*validate[:4], *validate[6:], save / "checkpoint_last.pt"], ["--task is missing", "--task tupe_masked_lm"]),
         ([*validate, save / "none.pt"], [save / "none.pt", "does not exist"]),
         ([*validate, torn / "checkpoint_last.pt"], [torn / "checkpoint1.pt", "--path"]),
         ([validate[0], bigger, *validate[2:], save / "checkpoint_best.pt"], ["checkpoint_best.pt", "55", "60"]),

@@ -99,7 +99,7 @@ def test_refusals_leave_the_old_picture(checkpoint, tmp_path):
         assert "\n" not in str(error.value)
         return str(error.value)
 
-    assert "no checkpoint" in refused(tmp_path / "none.pt")
+    assert "does not exist" in refused(tmp_path / "none.pt")
     assert f"between 1 and the model's max_positions = {POSITIONS}" in refused(checkpoint, length=POSITIONS + 1)
     assert ".jpg" in refused(checkpoint, out=tmp_path / "x.jpg")
     (tmp_path / "torn.pt").write_bytes(checkpoint.read_bytes()[:-100])
@@ -122,7 +122,7 @@ def test_a_checkpoint_can_not_run_code(tmp_path):
         pickle.dump({"model": _Touch(tmp_path / "ran")}, file, protocol=2)
     torch.save({"model": _Touch(tmp_path / "ran")}, tmp_path / "worse.pt")
     for name in ("bad.pt", "worse.pt"):
-        with pytest.raises(TupeError, match="more than weights and settings"):
+        with pytest.raises(TupeError, match="could run code"):
             plots.load_weights(tmp_path / name)
     assert not (tmp_path / "ran").exists()
 

@@ -70,16 +70,9 @@ def read_checkpoint_config(path: Path) -> dict[str, Any]:
     Raises:
         TupeError: no such file, not a checkpoint, or not one of this package's models.
     """
-    import torch
+    from fairseq_tupe.interop.safe_loading import load_training_checkpoint
 
-    if not path.is_file():
-        raise TupeError(f"checkpoint {path} does not exist")
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises many types for a torn or foreign file
-        raise TupeError(f"{path} is not a readable checkpoint ({str(error).splitlines()[0][:200]})") from None
-    config = state.get("cfg") if isinstance(state, dict) else None
+    config = load_training_checkpoint(path).get("cfg")
     model = _as_dict(config.get("model")) if config else {}
     name = str(model.get("_name") or model.get("arch"))
     if not name.startswith("tupe_roberta"):

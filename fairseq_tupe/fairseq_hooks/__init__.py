@@ -17,6 +17,7 @@ from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 
 from fairseq_tupe.fairseq_hooks import checkpoints, programs
+from fairseq_tupe.interop import reference_checkpoint
 
 
 def install() -> None:
@@ -36,6 +37,8 @@ def install() -> None:
     _wrap(checkpoint_utils, "save_checkpoint", checkpoints.save_checkpoint)
     _wrap(checkpoint_utils, "load_checkpoint", checkpoints.load_checkpoint)
     _wrap(checkpoint_utils, "load_checkpoint_to_cpu", checkpoints.load_checkpoint_to_cpu)
+    # fairseq's step that brings what it has just read up to date: the original repository's checkpoints are converted there
+    _wrap(checkpoint_utils, "_upgrade_state_dict", reference_checkpoint.upgrade_state)
     _wrap(checkpoint_utils, "load_model_ensemble_and_task", checkpoints.load_ensemble)
 
 

@@ -1,19 +1,16 @@
 """Checkpoint files: loaded safely, refused in one line, copied atomically, kept when they should be."""
 
-import argparse
 import logging
 import os
-import re
 import shutil
-import zipfile
 from pathlib import Path
 
 import torch
 from fairseq.file_io import PathManager
-from fairseq.logging.meters import AverageMeter, StopwatchMeter, TimeMeter
 
 from fairseq_tupe.error_lines import LINE, one_line
 from fairseq_tupe.errors import TupeError
+from fairseq_tupe.interop.safe_loading import ALLOWED_GLOBALS, explain_failure
 from fairseq_tupe.optim.lr_scheduler.tupe_polynomial_decay import TupePolynomialDecaySchedule, plan_run
 
 logger = logging.getLogger(__name__)
@@ -30,8 +27,7 @@ def load_safely() -> None:
     torch loads plain data only, unless told otherwise: these classes are what the checkpoints hold besides. Some builds
     of fairseq turn the protection off; the variable overrides them.
     """
-    meters = [(meter, f"fairseq.meters.{meter.__name__}") for meter in (AverageMeter, TimeMeter, StopwatchMeter)]
-    torch.serialization.add_safe_globals([argparse.Namespace, *meters])
+    torch.serialization.add_safe_globals(ALLOWED_GLOBALS)
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     if os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None):  # torch refuses to load anything with both
         logger.warning("ignoring TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD: a checkpoint must not be able to run code")
@@ -42,22 +38,8 @@ def load_checkpoint_to_cpu(original, path, *args, **kwargs):
     try:
         return original(path, *args, **kwargs)
     except Exception as error:
-        setattr(error, LINE, _why_unreadable(path, error))
+        setattr(error, LINE, one_line(error) or explain_failure(path, error))
         raise
-
-
-def _why_unreadable(path: str, error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"checkpoint {path} does not exist"
-    unsafe = re.search(r"GLOBAL ([\w.]+) (was not an allowed global|whose module \w+ is blocked)", str(error))
-    if unsafe:
-        return f"checkpoint {path} holds a {unsafe[1]}, which could run code, so it is not loaded"
-    if zipfile.is_zipfile(path):
-        return f"{path} is not a checkpoint of fairseq ({type(error).__name__}: {error})"
-    others = sorted(Path(path).parent.glob("*.pt"), key=os.path.getmtime, reverse=True)
-    whole = next((str(other) for other in others if other != Path(path) and zipfile.is_zipfile(other)), None)
-    cure = f"use {whole} (--restore-file, or --path)" if whole else "no other checkpoint lies beside it"
-    return f"checkpoint {path} is damaged or cut short ({os.path.getsize(path):,} bytes): {cure}"
 
 
 def load_ensemble(original, filenames, *args, **kwargs):

@@ -41,9 +41,7 @@ def upgrade_state(original: Callable[[dict], dict], state: dict) -> dict:
 def describe(state: dict) -> str:
     """One line: which variant, of which size, how far trained, for what."""
     args, updates = state["args"], state["optimizer_history"][-1]["num_updates"]
-    heads = [
-        f"{name} ({classes} outputs)" for name, classes in classification_heads(state["model"]).items()
-    ]
+    heads = [f"{name} ({classes} outputs)" for name, classes in classification_heads(state["model"]).items()]
     kind = f"fine-tuned, with {', '.join(heads)}" if heads else "pretrained"
     optimizer = state.get("last_optimizer_state")
     variant = "TUPE-R" if getattr(args, "rel_pos", False) else "TUPE-A"

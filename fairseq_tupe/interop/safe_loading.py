@@ -117,9 +117,7 @@ def explain_contents(state: Any) -> str | None:
     weights = state["model"] if isinstance(state.get("model"), dict) else state
     names = [name for name, value in weights.items() if torch.is_tensor(value)]
     if not names:
-        return (
-            f"holds {', '.join(map(str, list(state)[:5])) or 'nothing'}, but no model: pass the file that fairseq-train wrote"
-        )
+        return f"holds {', '.join(map(str, list(state)[:5])) or 'nothing'}, but no model: pass the file that fairseq-train wrote"
     if any(".encoder.layer." in name or name.startswith(("tupe.", "roberta.", "bert.")) for name in names):
         return (
             f"is a transformers file ({len(names)} weights such as {names[0]}): for one that export-hf wrote run "

@@ -180,5 +180,3 @@ class TupeForSequenceClassification(TupePreTrainedModel):
 
 def _wants_dict(config, return_dict: "bool | None") -> bool:
     return config.return_dict if return_dict is None else return_dict
-
-
