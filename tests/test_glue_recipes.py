@@ -191,7 +191,7 @@ def test_refusals(tmp_path, prepared):
     for task, data, words, message in (
         ("RTE", rte, [], "--checkpoint is missing, expected a file, or none to start from scratch"),
         ("RTE", rte, ["--checkpoint", tmp_path / "no.pt"], f"{tmp_path / 'no.pt'}: the checkpoint does not exist"),
-        ("RTE", rte, ["--checkpoint", torn], f"{torn}: damaged"),
+        ("RTE", rte, ["--checkpoint", torn], f"{torn}: the checkpoint is damaged"),
         ("RTE", rte, ["--checkpoint", unsafe], f"{unsafe}: not loaded, because it asks for"),
         ("RTE", rte, ["--checkpoint", stock], f"{stock} holds a model 'roberta_base', expected tupe_roberta"),
         ("RTE", rte, ["--checkpoint", other], f"{rte} was made with another tokenizer than {other}"),
