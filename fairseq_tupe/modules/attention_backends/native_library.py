@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -67,7 +68,19 @@ def _lock(folder: Path):
         yield
 
 
+def _run(*command: str) -> subprocess.Popen:
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _wait(processes: list) -> None:
+    outputs = [process.communicate()[0] for process in processes]
+    for process, output in zip(processes, outputs, strict=True):
+        if process.returncode:
+            raise RuntimeError(output or f"{process.args[0]} ended with status {process.returncode}")
+
+
 def _build(target: Path) -> None:
+    """By the compiler itself: torch's own builder breaks where a path holds a space."""
     from torch.utils import cpp_extension
 
     compiler = os.environ.get("CXX", "c++")
@@ -75,16 +88,17 @@ def _build(target: Path) -> None:
         raise FileNotFoundError(f"no C++ compiler {compiler} (install g++, or set CXX)")
     logger.info(f"compiling the CPU operators (once, about a minute) into {target.parent}")
     private = Path(tempfile.mkdtemp(prefix="build-", dir=target.parent))
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    flags = ["-std=c++20", "-fPIC", abi, *compiler_flags(), *(f"-I{path}" for path in cpp_extension.include_paths())]
     try:
-        cpp_extension.load(
-            NAME,
-            [str(HERE / name) for name in SOURCES],
-            extra_cflags=compiler_flags(),
-            extra_ldflags=["-fopenmp"],
-            build_directory=str(private),
-            is_python_module=False,
-        )
-        os.replace(private / target.name, target)
+        objects = [str(private / f"{name}.o") for name in SOURCES]
+        pairs = zip(SOURCES, objects, strict=True)
+        _wait([_run(compiler, *flags, "-c", str(HERE / source), "-o", target) for source, target in pairs])
+        libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-lc10", "-ltorch_cpu", "-ltorch"]
+        built = str(private / target.name)
+        _wait([_run(compiler, "-shared", "-fopenmp", *objects, *libraries, "-o", built)])
+        torch.ops.load_library(built)
+        os.replace(built, target)
     finally:
         shutil.rmtree(private, ignore_errors=True)
 
